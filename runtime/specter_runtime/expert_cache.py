@@ -1,0 +1,394 @@
+"""The fast tier: a fixed number of expert slots, filled by I/O threads.
+
+The target's ``ExpertProvider``. An expert is *resident* (in a slot, ready), *in flight* (being read
+into a slot), *queued*, or on disk. A demand (``experts``) yields residents first and then the
+others as they arrive; the prefetcher asks ahead (``prefetch``). Demands go before prefetches,
+prefetches by deadline: the layer at which verification will need them.
+
+The cache needs one slot to make progress: what has been consumed is unpinned at once and gives way.
+It never decides *what* to evict (``eviction.choose_victim``) nor *how* to read (``expert_store``).
+
+Called by: moe (as provider), prefetcher, session.  Next: eviction, expert_store.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from specter_runtime.errors import CapacityError, SpecterError
+from specter_runtime.eviction import choose_victim
+from specter_runtime.expert_store import ExpertStore, aligned_buffer
+from specter_runtime.experts import ExpertKey, ExpertWeights
+from specter_runtime.metrics import CacheStats
+
+logger = logging.getLogger(__name__)
+
+NOW = -1
+"""Deadline of a demand: before every layer."""
+
+LoadKind = Literal["demand", "prefetch"]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One expert's room in the arena."""
+
+    buffer: memoryview
+    weights: ExpertWeights
+
+
+@dataclass(slots=True)
+class _Load:
+    """A read that is queued or in flight."""
+
+    key: ExpertKey
+    kind: LoadKind
+    in_flight: bool = False
+
+
+class ExpertCache:
+    """Fixed expert slots over a store.
+
+    Threads: ``experts``, ``prefetch``, ``cancel_prefetches`` and ``warm`` are for one foreground
+    thread; the I/O threads run ``_serve``. All state is guarded by ``_state_changed``; buffers are
+    written only by the thread whose load holds the slot, and read only while the key is pinned.
+    An I/O thread never raises: a failed load is kept and raised by the next demand of its key.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        num_slots: int,
+        view: Callable[[torch.Tensor], ExpertWeights],
+        num_io_threads: int = 2,
+        load_timeout_seconds: float = 10.0,
+    ) -> None:
+        """Allocate the arena and start the I/O threads.
+
+        Args:
+            store: where experts are read from.
+            num_slots: experts that can be resident.
+            view: sees a slot's uint8 tensor as weights, without a copy.
+            num_io_threads: threads that read.
+            load_timeout_seconds: how long a demand waits for a load in flight before it reads the
+                expert itself.
+
+        Raises:
+            CapacityError: there is no slot.
+        """
+        if num_slots < 1:
+            raise CapacityError(f"the expert cache needs at least 1 slot, got {num_slots}")
+        self._store = store
+        self._view = view
+        self._load_timeout_seconds = load_timeout_seconds
+        self.num_slots = num_slots
+        arena = aligned_buffer(num_slots * store.slot_bytes)
+        self._free = [self._slot(arena, i) for i in range(num_slots)]
+        self._resident: OrderedDict[ExpertKey, _Slot] = OrderedDict()  # least recently used first
+        self._pins: dict[ExpertKey, int] = {}
+        self._loads: dict[ExpertKey, _Load] = {}
+        self._demands: deque[ExpertKey] = deque()
+        self._prefetches: list[tuple[int, int, ExpertKey]] = []  # heap: deadline, order
+        self._num_asked = 0
+        self._next_use: dict[ExpertKey, int] = {}  # layer at which the window needs it
+        self._due: dict[int, list[ExpertKey]] = {}  # the same, by layer
+        self._failures: dict[ExpertKey, tuple[LoadKind, SpecterError]] = {}
+        self._prefetched: set[ExpertKey] = set()  # resident or in flight, not demanded since
+        self._stats = CacheStats()
+        self._num_reading = 0
+        self._reading_since = 0.0
+        self._closed = False
+        self._state_changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"specter-io-{i}", daemon=True)
+            for i in range(num_io_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _slot(self, arena: memoryview, index: int) -> _Slot:
+        size = self._store.slot_bytes
+        buffer = arena[index * size : (index + 1) * size]
+        return _Slot(buffer, self._view(torch.frombuffer(buffer, dtype=torch.uint8)))
+
+    # ---- the foreground: demand -------------------------------------------------------------
+
+    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, ExpertWeights]]:
+        """Yield each of the distinct ``expert_ids`` once, residents first.
+
+        Raises:
+            SpecterError: an expert could not be read; names the file.
+        """
+        keys = [ExpertKey(layer, expert) for expert in expert_ids]
+        pinned = set(keys)
+        ready, waiting = self._demand(layer, keys)
+        try:
+            for key, weights in ready:
+                yield key.expert, weights
+                self._unpin(key)
+                pinned.discard(key)
+            while waiting:
+                key, weights = self._await_any(waiting)
+                waiting.discard(key)
+                yield key.expert, weights
+                self._unpin(key)
+                pinned.discard(key)
+        finally:
+            for key in pinned:
+                self._unpin(key)
+
+    def _demand(
+        self, layer: int, keys: list[ExpertKey]
+    ) -> tuple[list[tuple[ExpertKey, ExpertWeights]], set[ExpertKey]]:
+        """Pin all ``keys``; split them into resident and awaited; queue what nobody reads yet."""
+        ready: list[tuple[ExpertKey, ExpertWeights]] = []
+        waiting: set[ExpertKey] = set()
+        with self._state_changed:
+            for key in self._due.pop(layer, ()):
+                self._next_use.pop(key, None)
+            for key in keys:
+                self._pins[key] = self._pins.get(key, 0) + 1
+                slot = self._resident.get(key)
+                load = self._loads.get(key)
+                if slot is not None:
+                    self._stats.hits += 1
+                    self._count_useful(key)
+                    ready.append((key, slot.weights))
+                elif load is not None and load.in_flight:
+                    self._stats.late_hits += 1
+                    self._count_useful(key)
+                    waiting.add(key)
+                else:
+                    self._stats.misses += 1
+                    waiting.add(key)
+                    self._queue_demand(key)
+            self._state_changed.notify_all()
+        return ready, waiting
+
+    def _count_useful(self, key: ExpertKey) -> None:
+        if key in self._prefetched:
+            self._prefetched.discard(key)
+            self._stats.useful_prefetches += 1
+
+    def _queue_demand(self, key: ExpertKey) -> None:
+        """Queue a read before all prefetches; a queued prefetch of the same expert becomes it."""
+        self._failures.pop(key, None)
+        self._loads[key] = _Load(key, "demand")
+        self._demands.append(key)
+
+    def _await_any(self, waiting: set[ExpertKey]) -> tuple[ExpertKey, ExpertWeights]:
+        """Block until one of the experts is resident; an overdue one is read right here."""
+        started = time.perf_counter()
+        deadline = started + self._load_timeout_seconds
+        try:
+            with self._state_changed:
+                while True:
+                    for key in waiting:
+                        slot = self._resident.get(key)
+                        if slot is not None:
+                            return key, slot.weights
+                        if key in self._failures:
+                            self._raise_or_retry(key)
+                    remaining = deadline - time.perf_counter()
+                    if remaining <= 0:
+                        break
+                    self._state_changed.wait(remaining)
+            return self._read_in_foreground(next(iter(waiting)))
+        finally:
+            with self._state_changed:
+                self._stats.stall_seconds += time.perf_counter() - started
+
+    def _raise_or_retry(self, key: ExpertKey) -> None:
+        """A demand's failure is the caller's; a prefetch's is tried once more, as a demand."""
+        kind, failure = self._failures.pop(key)
+        if kind == "demand":
+            raise failure
+        self._queue_demand(key)
+        self._state_changed.notify_all()
+
+    def _read_in_foreground(self, key: ExpertKey) -> tuple[ExpertKey, ExpertWeights]:
+        """Read past a load that does not come: into memory of its own, used once, not cached."""
+        buffer = aligned_buffer(self._store.slot_bytes)
+        self._store.read_into(key, buffer)
+        with self._state_changed:
+            self._stats.overdue_loads += 1
+            self._stats.loads += 1
+            self._stats.loaded_bytes += self._store.expert_bytes
+        return key, self._view(torch.frombuffer(buffer, dtype=torch.uint8))
+
+    def _unpin(self, key: ExpertKey) -> None:
+        with self._state_changed:
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
+            if key in self._resident:
+                self._resident.move_to_end(key)
+            self._state_changed.notify_all()
+
+    # ---- the foreground: looking ahead ------------------------------------------------------
+
+    def prefetch(self, key: ExpertKey, deadline: int) -> bool:
+        """Ask for an expert before it is demanded; returns whether a read was queued.
+
+        Until it is demanded or ``cancel_prefetches`` is called, the expert counts as needed at
+        layer ``deadline`` and gives way only to what is needed earlier.
+        """
+        with self._state_changed:
+            if key not in self._next_use:
+                self._next_use[key] = deadline
+                self._due.setdefault(deadline, []).append(key)
+            if key in self._resident or key in self._loads:
+                return False
+            self._failures.pop(key, None)
+            self._loads[key] = _Load(key, "prefetch")
+            heapq.heappush(self._prefetches, (deadline, self._num_asked, key))
+            self._num_asked += 1
+            self._state_changed.notify_all()
+            return True
+
+    def cancel_prefetches(self) -> None:
+        """Forget all lookahead; queued prefetches are dropped, those in flight arrive."""
+        with self._state_changed:
+            self._forget_next_uses()
+            for _, _, key in self._prefetches:
+                load = self._loads.get(key)
+                if load is not None and load.kind == "prefetch" and not load.in_flight:
+                    del self._loads[key]
+            self._prefetches.clear()
+
+    def warm(self, keys: Iterable[ExpertKey]) -> None:
+        """Load experts and wait for them: the initial resident set.
+
+        Raises:
+            SpecterError: one of them could not be read.
+        """
+        keys = list(keys)[: self.num_slots]
+        for key in keys:
+            self.prefetch(key, NOW)
+        with self._state_changed:
+            while any(key in self._loads for key in keys):
+                self._state_changed.wait()
+            for key in keys:
+                self._prefetched.discard(key)
+                if key in self._failures:
+                    raise self._failures.pop(key)[1]
+            self._forget_next_uses()
+
+    def _forget_next_uses(self) -> None:
+        self._next_use.clear()
+        self._due.clear()
+
+    def is_resident(self, key: ExpertKey) -> bool:
+        """Whether the expert could be used at once."""
+        with self._state_changed:
+            return key in self._resident
+
+    def stats(self) -> CacheStats:
+        """A snapshot of the counters."""
+        with self._state_changed:
+            stats = self._stats.copy()
+            if self._num_reading:
+                stats.link_busy_seconds += time.perf_counter() - self._reading_since
+            return stats
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena."""
+        return self.num_slots * self._store.slot_bytes
+
+    def close(self) -> None:
+        """Stop the I/O threads; reads in flight are waited for as long as one may take."""
+        with self._state_changed:
+            self._closed = True
+            self._state_changed.notify_all()
+        for thread in self._threads:
+            thread.join(self._load_timeout_seconds)
+
+    # ---- the I/O threads --------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            with self._state_changed:
+                task = self._next_task()
+                while task is None and not self._closed:
+                    self._state_changed.wait()
+                    task = self._next_task()
+                if task is None or self._closed:
+                    return
+                load, slot = task
+                self._begin_read(load)
+            failure: SpecterError | None = None
+            try:
+                self._store.read_into(load.key, slot.buffer)
+            except SpecterError as exc:
+                failure = exc
+            except Exception as exc:  # whatever it was, the foreground must learn of it
+                failure = SpecterError(f"reading expert {tuple(load.key)} failed: {exc!r}")
+            with self._state_changed:
+                self._end_read(load, slot, failure)
+                self._state_changed.notify_all()
+
+    def _next_task(self) -> tuple[_Load, _Slot] | None:
+        """The most urgent queued load for which there is a slot."""
+        if self._demands:
+            slot = self._take_slot(NOW)
+            if slot is not None:
+                return self._loads[self._demands.popleft()], slot
+            return None
+        while self._prefetches:
+            deadline, _, key = self._prefetches[0]
+            load = self._loads.get(key)
+            if load is None or load.kind != "prefetch" or load.in_flight:
+                heapq.heappop(self._prefetches)  # has become a demand since, or was cancelled
+                continue
+            slot = self._take_slot(deadline)
+            if slot is None:
+                return None
+            heapq.heappop(self._prefetches)
+            return load, slot
+        return None
+
+    def _take_slot(self, needed_at: int) -> _Slot | None:
+        """A free slot, by eviction if need be; None when everything resident is needed sooner."""
+        if self._free:
+            return self._free.pop()
+        victim = choose_victim(self._resident, self._pins, self._next_use, needed_at)
+        if victim is None:
+            return None
+        self._prefetched.discard(victim)
+        return self._resident.pop(victim)
+
+    def _begin_read(self, load: _Load) -> None:
+        load.in_flight = True
+        if load.kind == "prefetch":
+            self._stats.prefetch_loads += 1
+            self._prefetched.add(load.key)
+        if self._num_reading == 0:
+            self._reading_since = time.perf_counter()
+        self._num_reading += 1
+
+    def _end_read(self, load: _Load, slot: _Slot, failure: SpecterError | None) -> None:
+        self._num_reading -= 1
+        if self._num_reading == 0:
+            self._stats.link_busy_seconds += time.perf_counter() - self._reading_since
+        del self._loads[load.key]
+        if failure is None:
+            self._stats.loads += 1
+            self._stats.loaded_bytes += self._store.expert_bytes
+            self._resident[load.key] = slot
+            return
+        self._free.append(slot)
+        self._failures[load.key] = (load.kind, failure)
+        self._prefetched.discard(load.key)
+        if load.kind == "prefetch":
+            self._stats.failed_prefetches += 1
+            logger.warning("a prefetch failed and will be tried again on demand: %s", failure)

@@ -1,0 +1,71 @@
+"""Keys and values of all layers for one sequence, with room fixed in advance.
+
+Target and draft share one cache: the draft appends temporary entries behind the committed ones,
+``truncate`` drops them, and verification writes the target's own in their place.
+
+Called by: model, speculative_decoder.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specter_runtime.config import ModelConfig
+from specter_runtime.errors import CapacityError
+
+
+class KVCache:
+    """Per layer: keys and values ``[capacity, G, C]``.
+
+    The position comes first, so that the first ``S`` positions are one contiguous block whatever
+    the capacity is: what a row computes does not depend on the room behind it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, capacity_tokens: int, dtype: torch.dtype, num_layers: int = -1
+    ) -> None:
+        """Allocate zeroed room for ``capacity_tokens`` in ``num_layers`` layers (-1: all)."""
+        shape = (capacity_tokens, config.num_key_value_heads, config.head_dim)
+        layers = range(config.num_hidden_layers if num_layers < 0 else num_layers)
+        self._keys = [torch.zeros(shape, dtype=dtype) for _ in layers]
+        self._values = [torch.zeros(shape, dtype=dtype) for _ in layers]
+        self.capacity_tokens = capacity_tokens
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(t.nbytes for t in (*self._keys, *self._values))
+
+    def write(
+        self,
+        layer: int,
+        start: int,
+        keys: torch.Tensor,  # [T, G, C]
+        values: torch.Tensor,  # [T, G, C]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store T positions from ``start`` and return all keys and values up to the last of them.
+
+        ``length`` does not move: a pass writes layer by layer and calls ``advance`` at its end.
+
+        Raises:
+            CapacityError: there is no room.
+        """
+        stop = start + keys.shape[0]
+        if stop > self.capacity_tokens:
+            raise CapacityError(
+                f"the KV cache has room for {self.capacity_tokens} tokens, {stop} are needed"
+            )
+        self._keys[layer][start:stop] = keys
+        self._values[layer][start:stop] = values
+        return self._keys[layer][:stop], self._values[layer][:stop]  # [S, G, C]
+
+    def advance(self, num_tokens: int) -> None:
+        """Count ``num_tokens`` more as held: all layers have written them."""
+        self.length += num_tokens
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate a cache of {self.length} tokens to {length}")
+        self.length = length

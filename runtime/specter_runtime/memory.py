@@ -1,0 +1,138 @@
+"""Dividing a fast-memory budget: what must be resident, and how many expert slots are left.
+
+Everything that Specter itself holds counts: dense weights, draft, KV cache, working buffers, slots.
+The interpreter and the libraries (some 300 MB) do not: they are the same for any model. Pure; the
+planner and the runtime use the same arithmetic.
+
+Called by: session, specter_build.plan_placement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specter_runtime.config import DTYPE_BYTES, ModelConfig
+from specter_runtime.errors import CapacityError
+from specter_runtime.experts import expert_shapes
+from specter_runtime.model import dense_shapes
+from specter_runtime.packed import packed_nbytes
+from specter_runtime.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Resident bytes by kind."""
+
+    budget_bytes: int
+    dense_bytes: int
+    draft_bytes: int
+    kv_cache_bytes: int
+    buffer_bytes: int
+    slot_bytes: int
+    num_slots: int
+
+    @property
+    def used_bytes(self) -> int:
+        """All of it; at most the budget."""
+        fixed = self.dense_bytes + self.draft_bytes + self.kv_cache_bytes + self.buffer_bytes
+        return fixed + self.num_slots * self.slot_bytes
+
+
+def divide_budget(
+    config: ModelConfig,
+    *,
+    memory_budget_bytes: int,
+    draft_bits: Sequence[Sequence[int]],
+    group_size: int,
+    symmetric: bool,
+    dtype: str,
+    max_context_tokens: int,
+    prompt_chunk_tokens: int,
+    num_draft_tokens: int,
+    slot_bytes: int,
+) -> MemoryUse:
+    """Fill what the fixed parts leave with expert slots, at most one for each expert.
+
+    Args:
+        config: the model.
+        memory_budget_bytes: everything together.
+        draft_bits: bit width of each expert by routed layer; empty when there is no draft.
+        group_size: of the draft's quantization.
+        symmetric: whether the draft stores no zero points.
+        dtype: of activations, dense weights and KV cache.
+        max_context_tokens: room in the KV cache.
+        prompt_chunk_tokens: rows of the largest block.
+        num_draft_tokens: drafted tokens per window.
+        slot_bytes: one expert slot.
+
+    Raises:
+        CapacityError: fewer slots than one token's experts in a layer; states the minimum.
+    """
+    dense = dense_nbytes(config, dtype)
+    draft = draft_nbytes(config, draft_bits, group_size, symmetric)
+    kv_cache = config.kv_bytes_per_token(dtype) * max_context_tokens
+    buffers = buffer_nbytes(
+        config, dtype, max_context_tokens, prompt_chunk_tokens, num_draft_tokens
+    )
+    fixed = dense + draft + kv_cache + buffers
+    minimum = fixed + config.num_experts_per_tok * slot_bytes
+    if memory_budget_bytes < minimum:
+        raise CapacityError(
+            f"a memory budget of {format_bytes(memory_budget_bytes)} is too small; the minimum is "
+            f"{format_bytes(minimum)} ({minimum} bytes): dense weights {format_bytes(dense)}, "
+            f"draft {format_bytes(draft)}, KV cache for {max_context_tokens} tokens "
+            f"{format_bytes(kv_cache)}, buffers {format_bytes(buffers)}, and "
+            f"{config.num_experts_per_tok} experts of {format_bytes(slot_bytes)}"
+        )
+    num_experts = len(config.moe_layers) * config.num_experts
+    num_slots = min((memory_budget_bytes - fixed) // slot_bytes, num_experts)
+    return MemoryUse(memory_budget_bytes, dense, draft, kv_cache, buffers, slot_bytes, num_slots)
+
+
+def dense_nbytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of all resident full-precision tensors; routers are float32 whatever ``dtype`` is."""
+    total = 0
+    for layer in (None, *range(config.num_hidden_layers)):
+        for role, shape in dense_shapes(config, layer).items():
+            total += math.prod(shape) * (4 if role == "router" else DTYPE_BYTES[dtype])
+    return total
+
+
+def draft_nbytes(
+    config: ModelConfig, bits: Sequence[Sequence[int]], group_size: int, symmetric: bool
+) -> int:
+    """Bytes of all stand-ins."""
+    shapes = expert_shapes(config).values()
+    return sum(
+        packed_nbytes(shape, width, group_size, symmetric)
+        for row in bits
+        for width in row
+        if width
+        for shape in shapes
+    )
+
+
+def buffer_nbytes(
+    config: ModelConfig,
+    dtype: str,
+    max_context_tokens: int,
+    prompt_rows: int,
+    window_rows: int,
+) -> int:
+    """Upper bound of what is held while computing, beside weights and caches.
+
+    The largest of two moments. A prompt chunk of T rows: hidden states, their norm, the float32 sum
+    of experts and its rounded copy (4 D wide), queries, keys and values twice (before and after
+    rotation), routing; a boolean mask over the context; and one expert's gate, up and product. A
+    window of K + 1 rows: float32 logits and their float64 probabilities, twice (draft and target).
+    To either, one expert in the compute dtype: a stand-in and its float32 intermediate.
+    """
+    c, itemsize = config, DTYPE_BYTES[dtype]
+    heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    row_bytes = 4 * 4 * c.hidden_size + 2 * itemsize * heads + 8 * c.num_experts
+    row_bytes += 3 * itemsize * max(c.moe_intermediate_size, c.intermediate_size or 0)
+    prompt = prompt_rows * (row_bytes + max_context_tokens)
+    window = window_rows * c.vocab_size * (4 + 8) * 2
+    return max(prompt, window) + c.expert_num_weights * (itemsize + 4)

@@ -1,0 +1,234 @@
+"""An opened bundle, ready to decode: the object graph and nothing else.
+
+``Session.open`` reads the resident tensors, divides the memory budget, fills the expert cache with
+the plan's initial residents and wires the decoder; ``stream`` turns text into text.
+
+Called by: cli, specter_build.audit.  Next: speculative_decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from specter_runtime.bundle_loader import Bundle, load_bundle
+from specter_runtime.config import GenerationLimits, ModelConfig, RuntimeConfig, SamplingConfig
+from specter_runtime.draft_engine import SelfDrafter
+from specter_runtime.errors import CapacityError, SpecterError
+from specter_runtime.expert_cache import ExpertCache
+from specter_runtime.expert_store import ExpertStore, ShardExpertStore
+from specter_runtime.experts import ExpertKey, PackedExperts, view_expert
+from specter_runtime.kv_cache import KVCache
+from specter_runtime.memory import MemoryUse, divide_budget
+from specter_runtime.metrics import DecodeStats
+from specter_runtime.model import MoETransformer
+from specter_runtime.prefetcher import Prefetcher
+from specter_runtime.speculative_decoder import PROMPT_CHUNK_TOKENS, SpeculativeDecoder
+from specter_runtime.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Session:
+    """One bundle, one sequence at a time. Use as a context manager, or call ``close``.
+
+    Attributes:
+        memory: what is resident, by kind.
+        stats: counters of the last generation.
+    """
+
+    bundle: Bundle
+    tokenizer: Tokenizer
+    config: ModelConfig
+    memory: MemoryUse
+    num_draft_tokens: int
+    max_context_tokens: int
+    is_direct_io: bool
+    eos_token_ids: frozenset[int]
+    stats: DecodeStats
+    _model: MoETransformer
+    _cache: ExpertCache
+    _draft_experts: PackedExperts
+    _kv_cache: KVCache
+    _prefetcher: Prefetcher | None
+
+    @classmethod
+    def open(
+        cls, root: Path, config: RuntimeConfig | None = None, store: ExpertStore | None = None
+    ) -> Self:
+        """Open a bundle.
+
+        Args:
+            root: the bundle's folder.
+            config: how to run it; the plan decides what is left open.
+            store: where experts are read from, instead of the bundle's shards.
+
+        Raises:
+            BundleError: the bundle is damaged.
+            CapacityError: the memory budget is too small; states the minimum.
+        """
+        config = config or RuntimeConfig()
+        bundle = load_bundle(root, verify_hashes=config.verify_hashes)
+        manifest, plan, model_config = bundle.manifest, bundle.plan, bundle.manifest.model
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        num_draft_tokens = (
+            plan.num_draft_tokens if config.num_draft_tokens is None else config.num_draft_tokens
+        )
+        dtype_name = config.dtype or plan.dtype
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        context = config.max_context_tokens or plan.max_context_tokens
+        if context > model_config.max_position_embeddings:
+            raise CapacityError(
+                f"a context of {context} tokens is more than the model's "
+                f"max_position_embeddings, {model_config.max_position_embeddings}"
+            )
+        store = store or ShardExpertStore(
+            bundle.shard_file, manifest.experts.data_start, manifest.experts.nbytes
+        )
+        memory = divide_budget(
+            model_config,
+            memory_budget_bytes=config.memory_budget_bytes or plan.memory_budget_bytes,
+            draft_bits=manifest.draft.bits if num_draft_tokens else (),
+            group_size=manifest.draft.group_size,
+            symmetric=manifest.draft.symmetric,
+            dtype=dtype_name,
+            max_context_tokens=context,
+            prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
+            num_draft_tokens=num_draft_tokens,
+            slot_bytes=store.slot_bytes,
+        )
+        with torch.inference_mode():
+            model = MoETransformer(
+                model_config, dict(bundle.dense_tensors()), manifest.tensor_names, dtype
+            )
+            draft_experts = PackedExperts(bundle.draft_experts() if num_draft_tokens else {}, dtype)
+        cache = ExpertCache(
+            store,
+            memory.num_slots,
+            partial(view_expert, config=model_config, dtype=manifest.experts.dtype),
+            config.num_io_threads,
+            config.load_timeout_seconds,
+        )
+        try:
+            cache.warm(ExpertKey(*pair) for pair in plan.initial_residents)
+        except BaseException:
+            cache.close()
+            raise
+        prefetcher = None
+        if config.prefetch and num_draft_tokens:
+            reserve = min(memory.num_slots - 1, model_config.num_experts_per_tok)
+            prefetcher = Prefetcher(
+                cache, (memory.num_slots - reserve) * store.slot_bytes, store.slot_bytes
+            )
+        return cls(
+            bundle=bundle,
+            tokenizer=Tokenizer(root),
+            config=model_config,
+            memory=memory,
+            num_draft_tokens=num_draft_tokens,
+            max_context_tokens=context,
+            is_direct_io=isinstance(store, ShardExpertStore) and store.is_direct,
+            eos_token_ids=bundle.eos_token_ids(),
+            stats=DecodeStats(),
+            _model=model,
+            _cache=cache,
+            _draft_experts=draft_experts,
+            _kv_cache=KVCache(model_config, context, dtype),
+            _prefetcher=prefetcher,
+        )
+
+    def generate_ids(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int = 128,
+        sampling: SamplingConfig | None = None,
+        *,
+        stop_at_eos: bool = True,
+    ) -> Iterator[int]:
+        """Yield new token ids; an end token is the last one. ``stats`` is filled as it goes.
+
+        Raises:
+            CapacityError: prompt and new tokens do not fit the context.
+            SpecterError: the prompt is empty or holds an id outside the vocabulary, or an expert
+                could not be read.
+        """
+        self._check_prompt(prompt_ids, max_new_tokens)
+        limits = GenerationLimits(
+            max_new_tokens, self.eos_token_ids if stop_at_eos else frozenset()
+        )
+        decoder = SpeculativeDecoder(
+            self._model,
+            self._cache,
+            SelfDrafter(self._model, self._draft_experts, limits.eos_token_ids),
+            self._prefetcher,
+            self._kv_cache,
+            self.num_draft_tokens,
+            sampling or SamplingConfig(),
+        )
+        before = None
+        with torch.inference_mode():
+            for token_ids in decoder.generate(prompt_ids, limits):
+                before = before or self._cache.stats()  # the prompt's own loads are not counted
+                self.stats = decoder.stats
+                self.stats.cache = self._cache.stats().since(before)
+                yield from token_ids
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int = 128,
+        sampling: SamplingConfig | None = None,
+    ) -> Iterator[str]:
+        """Yield text as it is committed, whole characters only."""
+        decode = self.tokenizer.decode_stream()
+        for token_id in self.generate_ids(prompt_ids, max_new_tokens, sampling):
+            text = decode(token_id)
+            if text:
+                yield text
+
+    def _check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+        if not prompt_ids:
+            raise SpecterError("the prompt is empty: there must be at least one token")
+        if max_new_tokens < 1:
+            raise SpecterError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        needed = len(prompt_ids) + max_new_tokens
+        if needed > self.max_context_tokens:
+            raise CapacityError(
+                f"prompt ({len(prompt_ids)} tokens) and {max_new_tokens} new tokens need a context "
+                f"of {needed}, there is room for {self.max_context_tokens}; shorten the prompt, "
+                "ask for fewer tokens or raise --max-context"
+            )
+        if not all(0 <= token < self.config.vocab_size for token in prompt_ids):
+            raise SpecterError(
+                f"the prompt holds a token id outside the vocabulary of {self.config.vocab_size}"
+            )
+
+    def to_dict(self) -> Mapping[str, object]:
+        """How this session runs and what its last generation did, for JSON."""
+        return {
+            "num_draft_tokens_max": self.num_draft_tokens,
+            "direct_io": self.is_direct_io,
+            "memory": asdict(self.memory),
+            **self.stats.to_dict(),
+        }
+
+    def close(self) -> None:
+        """Stop the I/O threads."""
+        self._cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,112 @@
+"""Step: open the finished bundle through the runtime and hold it against the checkpoint.
+
+Every tensor's SHA-256 is compared, and 32 greedy tokens decoded from the bundle (with its plan's
+lookahead) with those that the target decodes straight from the checkpoint.
+
+Called by: pipeline.  Next: specter_runtime.session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from specter_runtime.bundle_loader import Bundle, load_bundle
+from specter_runtime.config import GenerationLimits, SamplingConfig
+from specter_runtime.draft_engine import SelfDrafter
+from specter_runtime.errors import BundleError, name_list
+from specter_runtime.expert_store import ShardExpertStore, aligned_buffer
+from specter_runtime.experts import PROJECTIONS, ExpertKey, view_expert
+from specter_runtime.kv_cache import KVCache
+from specter_runtime.model import MoETransformer
+from specter_runtime.session import Session
+from specter_runtime.shards import tensor_bytes
+from specter_runtime.speculative_decoder import SpeculativeDecoder
+
+from specter_build.checkpoint import Checkpoint
+
+NUM_TOKENS = 32
+PROMPT_TOKENS = 16
+
+
+def audit(root: Path, checkpoint: Checkpoint, prompt_ids: Sequence[int]) -> None:
+    """Check a bundle.
+
+    Args:
+        root: the bundle.
+        checkpoint: what it was made of.
+        prompt_ids: tokens to continue; the first ``PROMPT_TOKENS`` are used.
+
+    Raises:
+        BundleError: tensors or tokens differ; names them.
+    """
+    bundle = load_bundle(root, verify_hashes=True)
+    wrong = _wrong_tensors(bundle, checkpoint)
+    if wrong:
+        raise BundleError(f"{root}: tensors differ from the checkpoint: {name_list(wrong)}")
+    context = checkpoint.config.max_position_embeddings
+    prompt = list(prompt_ids[: min(PROMPT_TOKENS, context // 2)])
+    num_tokens = min(NUM_TOKENS, bundle.plan.max_context_tokens - len(prompt))
+    with Session.open(root) as session:
+        decoded = list(session.generate_ids(prompt, num_tokens, stop_at_eos=False))
+    expected = decode_target(checkpoint, prompt, num_tokens, bundle.plan.dtype)
+    if decoded != expected:
+        raise BundleError(
+            f"{root}: greedy tokens differ from the target's: {decoded}, expected {expected}"
+        )
+
+
+def _wrong_tensors(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
+    """Names of tensors whose bytes in the bundle are not the checkpoint's."""
+    wrong = [
+        name
+        for name, tensor in bundle.dense_tensors()
+        if _digest(tensor) != _digest(checkpoint.tensor(name))
+    ]
+    shards = bundle.manifest.experts
+    store = ShardExpertStore(bundle.shard_file, shards.data_start, shards.nbytes)
+    buffer = aligned_buffer(store.slot_bytes)
+    weights = view_expert(
+        torch.frombuffer(buffer, dtype=torch.uint8), checkpoint.config, shards.dtype
+    )
+    for layer in checkpoint.config.moe_layers:
+        for expert in range(checkpoint.config.num_experts):
+            key = ExpertKey(layer, expert)
+            store.read_into(key, buffer)
+            wrong += [
+                name
+                for name, projection in zip(checkpoint.expert_names(key), PROJECTIONS, strict=True)
+                if _digest(getattr(weights, projection)) != _digest(checkpoint.tensor(name))
+            ]
+    return wrong
+
+
+def _digest(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, str]:
+    return tensor.dtype, tensor.shape, hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+
+
+def decode_target(
+    checkpoint: Checkpoint, prompt_ids: Sequence[int], num_tokens: int, dtype: str
+) -> list[int]:
+    """Greedy tokens of the target, its experts read straight from the checkpoint."""
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    config = checkpoint.config
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in (None, *range(config.num_hidden_layers)):
+        tensors |= checkpoint.dense_tensors(layer)
+    names = checkpoint.family.bundle_names()
+    model = MoETransformer(config, tensors, names, torch_dtype)
+    decoder = SpeculativeDecoder(
+        model,
+        checkpoint,
+        SelfDrafter(model, checkpoint, ()),
+        prefetcher=None,
+        kv_cache=KVCache(config, len(prompt_ids) + num_tokens, torch_dtype),
+        num_draft_tokens=0,
+        sampling=SamplingConfig(),
+    )
+    with torch.inference_mode():
+        passes = decoder.generate(prompt_ids, GenerationLimits(num_tokens))
+        return [token for token_ids in passes for token in token_ids]

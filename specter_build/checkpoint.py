@@ -1,0 +1,321 @@
+"""A Hugging Face checkpoint as a lazy mapping from tensor name to tensor.
+
+Everything is checked when it is opened, from headers alone: every tensor that the model needs is
+there exactly once, in the right shape and a supported dtype, and nothing is left over. Both layouts
+of experts are read (one matrix a tensor; fused 3-D tensors) and look the same from outside: the
+names are those that ``architectures`` gives for the bundle.
+
+Called by: pipeline.  Next: architectures.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from specter_runtime.config import ModelConfig
+from specter_runtime.errors import CheckpointError, name_list
+from specter_runtime.experts import PROJECTIONS, ExpertKey, ExpertWeights, expert_shapes
+from specter_runtime.model import dense_shapes
+from specter_runtime.shards import Header, TensorEntry, read_header
+
+from specter_build.architectures import Architecture, find_architecture, read_config
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SUPPORTED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+CARRIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+"""Files that a bundle takes over as they are, where the checkpoint has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a tensor's elements are: a stored tensor, or a slice of a fused one.
+
+    Attributes:
+        index: along the expert axis of a fused tensor; None for a whole tensor.
+        rows: of the fused matrix; None for all.
+    """
+
+    file: Path
+    stored_name: str
+    dtype: str
+    index: int | None = None
+    rows: tuple[int, int] | None = None
+
+
+class Checkpoint:
+    """An opened checkpoint; tensors are read when asked for.
+
+    Attributes:
+        config: what the model is.
+        dense_dtype, expert_dtype: dtype of resident tensors and of routed experts as stored.
+        files: every file of the checkpoint that the bundle depends on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open and check.
+
+        Raises:
+            CheckpointError: naming every file, tensor or field that is wrong.
+        """
+        config_path = folder / "config.json"
+        raw = _read_json(config_path)
+        self.folder = folder
+        self.family: Architecture = find_architecture(raw, str(config_path))
+        self.config: ModelConfig = read_config(raw, str(config_path))
+        self._headers = _read_headers(folder)
+        self._sources = _Resolver(folder, self.family, self.config, self._headers).resolve()
+        self._check_tied_head()
+        expert = self._sources[self.expert_names(ExpertKey(self.config.moe_layers[0], 0))[0]]
+        self.expert_dtype = SUPPORTED_DTYPES[expert.dtype]
+        self.dense_dtype = SUPPORTED_DTYPES[
+            self._sources[self.family.bundle_names()["embed_tokens"]].dtype
+        ]
+
+    @property
+    def files(self) -> list[Path]:
+        """Weights and carried files, in a fixed order."""
+        carried = [self.folder / name for name in CARRIED_FILES]
+        return sorted(self._headers) + [path for path in carried if path.is_file()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(header.nbytes for header in self._headers.values())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor by its bundle name, in its stored dtype."""
+        source = self._sources[name]
+        with safe_open(source.file, framework="pt") as file:
+            if source.index is None:
+                whole: torch.Tensor = file.get_tensor(source.stored_name)
+                return whole.clone()
+            part = file.get_slice(source.stored_name)
+            rows = slice(None) if source.rows is None else slice(*source.rows)
+            tensor: torch.Tensor = part[source.index, rows]
+            return tensor.reshape(tensor.shape[-2:]).contiguous().clone()
+
+    def dense_tensors(self, layer: int | None) -> dict[str, torch.Tensor]:
+        """Read the resident tensors of a layer, or of no layer (``None``)."""
+        names = self.family.bundle_names()
+        roles = dense_shapes(self.config, layer)
+        return {name: self.tensor(name) for name in (names[r].format(layer=layer) for r in roles)}
+
+    def expert_names(self, key: ExpertKey) -> list[str]:
+        """Names of an expert's gate, up and down projection."""
+        names = self.family.bundle_names()
+        return [names[p].format(layer=key.layer, expert=key.expert) for p in PROJECTIONS]
+
+    def expert(self, key: ExpertKey) -> ExpertWeights:
+        """Read one expert in its stored dtype."""
+        return ExpertWeights(*(self.tensor(name) for name in self.expert_names(key)))
+
+    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, ExpertWeights]]:
+        """The checkpoint as ``ExpertProvider``: reads each expert as it is asked for."""
+        for expert in expert_ids:
+            yield expert, self.expert(ExpertKey(layer, expert))
+
+    def _check_tied_head(self) -> None:
+        """A tied head that is stored as well must be the embedding."""
+        names = self.family.bundle_names()
+        head, embedding = names["lm_head"], names["embed_tokens"]
+        if self.config.tie_word_embeddings and head in self._sources:
+            if not torch.equal(self.tensor(head), self.tensor(embedding)):
+                raise CheckpointError(
+                    f"{self._sources[head].file}: tensor {head!r} differs from {embedding!r}, but "
+                    "config.json says tie_word_embeddings: true; one of them is wrong"
+                )
+            del self._sources[head]
+
+
+class _Resolver:
+    """Accounts for every tensor: what is needed against what is stored, by set difference."""
+
+    def __init__(
+        self,
+        folder: Path,
+        family: Architecture,
+        config: ModelConfig,
+        headers: Mapping[Path, Header],
+    ) -> None:
+        self._folder = folder
+        self._family = family
+        self._config = config
+        self._stored: dict[str, tuple[Path, TensorEntry]] = {}
+        self._problems: list[str] = []
+        for path, header in headers.items():
+            for name, entry in header.entries.items():
+                if name in self._stored:
+                    self._problems.append(
+                        f"tensor {name!r} is stored twice, in {self._stored[name][0].name} and "
+                        f"{path.name}"
+                    )
+                self._stored[name] = (path, entry)
+        self._used: set[str] = set()
+        self._missing: list[str] = []
+
+    def resolve(self) -> dict[str, _Source]:
+        """Bundle name -> source, for all tensors of the model."""
+        sources: dict[str, _Source] = {}
+        for layer in (None, *range(self._config.num_hidden_layers)):
+            for role, shape in dense_shapes(self._config, layer).items():
+                self._find(role, {"layer": layer}, shape, sources)
+        for layer in self._config.moe_layers:
+            if self._family.fused_gate_up.format(layer=layer) in self._stored:
+                self._find_fused(layer, sources)
+                continue
+            for expert in range(self._config.num_experts):
+                for role, shape in expert_shapes(self._config).items():
+                    self._find(role, {"layer": layer, "expert": expert}, shape, sources)
+        head = self._family.bundle_names()["lm_head"]
+        if head in self._stored and head not in sources:  # tied, but stored: compared later
+            path, entry = self._stored[head]
+            sources[head] = _Source(path, head, entry.dtype)
+            self._used.add(head)
+        self._raise_problems()
+        return sources
+
+    def _find(
+        self,
+        role: str,
+        indices: Mapping[str, int | None],
+        shape: tuple[int, ...],
+        sources: dict[str, _Source],
+    ) -> None:
+        spellings = [t.format(**indices) for t in self._family.tensor_names[role]]
+        found = [name for name in spellings if name in self._stored]
+        if not found:
+            self._missing.append(spellings[0])
+            return
+        if len(found) > 1:
+            self._problems.append(f"tensors {name_list(found)} are the same one, stored twice")
+        path, entry = self._check(found[0], shape)
+        sources[spellings[0]] = _Source(path, found[0], entry.dtype)
+
+    def _find_fused(self, layer: int, sources: dict[str, _Source]) -> None:
+        c, names = self._config, self._family.bundle_names()
+        wide = c.moe_intermediate_size
+        gate_up = self._family.fused_gate_up.format(layer=layer)
+        down = self._family.fused_down.format(layer=layer)
+        if down not in self._stored:
+            self._missing.append(down)
+            return
+        gate_up_path, gate_up_entry = self._check(gate_up, (c.num_experts, 2 * wide, c.hidden_size))
+        down_path, down_entry = self._check(down, (c.num_experts, c.hidden_size, wide))
+        for e in range(c.num_experts):
+            gate_up_source = (gate_up_path, gate_up, gate_up_entry.dtype, e)
+            parts = {
+                "gate_proj": _Source(*gate_up_source, rows=(0, wide)),
+                "up_proj": _Source(*gate_up_source, rows=(wide, 2 * wide)),
+                "down_proj": _Source(down_path, down, down_entry.dtype, e),
+            }
+            for role, source in parts.items():
+                sources[names[role].format(layer=layer, expert=e)] = source
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> tuple[Path, TensorEntry]:
+        path, entry = self._stored[name]
+        self._used.add(name)
+        if entry.shape != shape:
+            self._problems.append(
+                f"{path.name}: tensor {name!r} has shape {list(entry.shape)}, "
+                f"expected {list(shape)} from config.json"
+            )
+        if entry.dtype not in SUPPORTED_DTYPES:
+            self._problems.append(
+                f"{path.name}: tensor {name!r} has dtype {entry.dtype}, "
+                f"supported are {', '.join(SUPPORTED_DTYPES)}"
+            )
+        return path, entry
+
+    def _raise_problems(self) -> None:
+        ignored = [re.compile(pattern) for pattern in self._family.ignored]
+        unexpected = sorted(
+            name
+            for name in self._stored.keys() - self._used
+            if not any(pattern.fullmatch(name) for pattern in ignored)
+        )
+        if self._missing:
+            self._problems.append(f"missing tensors: {name_list(self._missing)}")
+            if self._missing == ["lm_head.weight"]:
+                self._problems.append("config.json says tie_word_embeddings: false")
+        if unexpected:
+            self._problems.append(f"tensors that the model does not have: {name_list(unexpected)}")
+        self._check_one_dtype()
+        if self._problems:
+            raise CheckpointError(f"{self._folder}: " + "; ".join(self._problems))
+
+    def _check_one_dtype(self) -> None:
+        """Experts of one checkpoint share a dtype: slots and shards have one size."""
+        stored = self._stored.items()
+        dtypes = {entry.dtype for name, (_, entry) in stored if ".experts." in name}
+        if len(dtypes) > 1:
+            self._problems.append(f"routed experts have several dtypes: {sorted(dtypes)}")
+
+
+def _read_headers(folder: Path) -> dict[Path, Header]:
+    """Headers of all weight files, checked against the index where there is one."""
+    index_path = folder / INDEX_FILE
+    if not index_path.is_file():
+        single = folder / SINGLE_FILE
+        if single.is_file():
+            return {single: read_header(single, CheckpointError)}
+        others = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+            p.name for p in folder.glob("*.pt*")
+        )
+        found = f"; found {name_list(others)}, pickles are never read" if others else ""
+        raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}{found}")
+    weight_map = _read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{index_path}: 'weight_map' must map tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise CheckpointError(f"{index_path}: files outside the folder: {name_list(outside)}")
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise CheckpointError(f"{index_path}: names files that are missing: {name_list(absent)}")
+    headers = {folder / name: read_header(folder / name, CheckpointError) for name in names}
+    _check_index(index_path, weight_map, headers)
+    return headers
+
+
+def _check_index(
+    index_path: Path, weight_map: Mapping[str, str], headers: Mapping[Path, Header]
+) -> None:
+    """Index and headers agree, in both directions."""
+    stored = {(name, path.name) for path, header in headers.items() for name in header.entries}
+    listed = set(weight_map.items())
+    problems = []
+    if listed - stored:
+        names = [f"{name} in {file}" for name, file in sorted(listed - stored)]
+        problems.append(f"lists tensors that are not there: {name_list(names)}")
+    if stored - listed:
+        names = [f"{name} in {file}" for name, file in sorted(stored - listed)]
+        problems.append(f"does not list {name_list(names)}")
+    if problems:
+        raise CheckpointError(f"{index_path}: {'; '.join(problems)}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except OSError as exc:
+        raise CheckpointError(f"{path}: cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise CheckpointError(f"{path}: not valid JSON: {exc}") from exc
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw

@@ -1,0 +1,166 @@
+"""Step: decide slots, initial residents and the number of draft tokens for a budget. Pure.
+
+The prediction is a roofline over a replay of the recorded routes: bytes over the link by an LRU
+cache of the planned size, computation at memory speed. It ranks numbers of draft tokens; it does
+not pretend to milliseconds.
+
+Called by: pipeline.  Next: specter_runtime.memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from specter_runtime.config import ModelConfig
+from specter_runtime.eviction import choose_victim
+from specter_runtime.experts import ExpertKey, expert_nbytes
+from specter_runtime.manifest import FORMAT_VERSION, Plan
+from specter_runtime.memory import MemoryUse, dense_nbytes
+from specter_runtime.shards import ALIGNMENT
+
+from specter_build.fidelity import expected_acceptance_length
+from specter_build.recipe import HardwareRecipe
+
+CANDIDATES = (0, 1, 2, 4, 8, 16)
+"""Numbers of draft tokens that the planner weighs."""
+
+MAX_REPLAYED_TOKENS = 2048
+"""Tokens of the calibration set that are replayed; enough for a hit rate, little enough to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What calibration found out, as far as the plan needs it.
+
+    Attributes:
+        routes: routed layer -> the target's routes, int64 ``[N, T, K]``.
+        counts: routed layer -> usage counts, int64 ``[E]``.
+        acceptance_by_position: see ``fidelity``.
+        recall: mean routing recall of the draft.
+    """
+
+    routes: Mapping[int, torch.Tensor]
+    counts: Mapping[int, torch.Tensor]
+    acceptance_by_position: Sequence[float]
+    recall: float
+
+
+def hottest_first(counts: Mapping[int, torch.Tensor]) -> list[ExpertKey]:
+    """All experts by how often calibration used them; ties by layer and index."""
+    keys = [
+        (-int(count), layer, expert)
+        for layer, row in counts.items()
+        for expert, count in enumerate(row.tolist())
+    ]
+    return [ExpertKey(layer, expert) for _, layer, expert in sorted(keys)]
+
+
+def replay_loads(
+    routes: Mapping[int, torch.Tensor],
+    initial: Sequence[ExpertKey],
+    num_slots: int,
+    window: int,
+) -> float:
+    """Experts loaded per window of ``window`` tokens by an LRU cache; drives the runtime's rule.
+
+    Args:
+        routes: the target's routes.
+        initial: what is resident at the start; the first ``num_slots`` count.
+        num_slots: slots of the cache.
+        window: tokens that are verified together: an expert is demanded once in a window.
+    """
+    resident: OrderedDict[ExpertKey, None] = OrderedDict.fromkeys(initial[:num_slots])
+    loads = num_windows = 0
+    layers = {layer: r.flatten(0, 1)[:MAX_REPLAYED_TOKENS] for layer, r in routes.items()}
+    num_tokens = len(next(iter(layers.values())))
+    for start in range(0, num_tokens - window + 1, window):
+        num_windows += 1
+        for layer, rows in layers.items():
+            for expert in sorted(set(rows[start : start + window].flatten().tolist())):
+                key = ExpertKey(layer, expert)
+                if key in resident:
+                    resident.move_to_end(key)
+                    continue
+                loads += 1
+                if len(resident) >= num_slots:
+                    victim = choose_victim(resident, (), {}, -1)
+                    if victim is not None:
+                        del resident[victim]
+                resident[key] = None
+    return loads / max(num_windows, 1)
+
+
+def predict_tpot(
+    config: ModelConfig,
+    memory: MemoryUse,
+    evidence: Evidence,
+    hardware: HardwareRecipe,
+    dtype: str,
+    num_draft_tokens: int,
+    initial: Sequence[ExpertKey],
+) -> float:
+    """Seconds per output token with K draft tokens.
+
+    One window takes K draft passes, then K + 1 rows of the target (each row computed by itself, so
+    rows cost alike) and the reads. Reads that the draft foresaw overlap its passes; the rest, at
+    least the share that it did not foresee, is exposed.
+    """
+    k, hw = num_draft_tokens, hardware
+    active = len(config.moe_layers) * config.num_experts_per_tok
+    row = dense_nbytes(config, dtype) + active * expert_nbytes(config, dtype)
+    row_seconds = row / hw.memory_bytes_per_second + hw.pass_overhead_seconds
+    draft_seconds = k * row_seconds  # stand-ins are dequantized: no faster than the target's rows
+    loads = replay_loads(evidence.routes, initial, memory.num_slots, k + 1)
+    read_seconds = hw.link_latency_seconds + memory.slot_bytes / hw.link_bytes_per_second
+    link_seconds = loads * read_seconds
+    foreseen = link_seconds * evidence.recall * k / (k + 1)  # the last row is not drafted
+    exposed = link_seconds - min(foreseen, draft_seconds)
+    window_seconds = draft_seconds + (k + 1) * row_seconds + exposed
+    return window_seconds / expected_acceptance_length(evidence.acceptance_by_position, k)
+
+
+def plan_placement(
+    config: ModelConfig,
+    memory_by_candidate: Mapping[int, MemoryUse],
+    evidence: Evidence,
+    hardware: HardwareRecipe,
+    dtype: str,
+    max_context_tokens: int,
+) -> Plan:
+    """Choose the number of draft tokens with the least predicted TPOT; 0 competes like the others.
+
+    Args:
+        config: the model.
+        memory_by_candidate: number of draft tokens -> division of the budget (0 needs no draft and
+            has more slots). One entry when the recipe fixes the number.
+        evidence: what calibration found out.
+        hardware: what the machine is assumed to do.
+        dtype: precision of computation.
+        max_context_tokens: room in the KV cache.
+    """
+    initial = hottest_first(evidence.counts)
+    predicted = {
+        k: predict_tpot(config, memory, evidence, hardware, dtype, k, initial)
+        for k, memory in memory_by_candidate.items()
+    }
+    best = min(predicted, key=lambda k: (predicted[k], k))
+    memory = memory_by_candidate[best]
+    return Plan(
+        format_version=FORMAT_VERSION,
+        memory_budget_bytes=memory.budget_bytes,
+        max_context_tokens=max_context_tokens,
+        dtype=dtype,
+        num_slots=memory.num_slots,
+        num_draft_tokens=best,
+        initial_residents=tuple((key.layer, key.expert) for key in initial),
+        predicted={str(k): seconds for k, seconds in predicted.items()},
+        hardware=hardware.model_dump(),
+    )
+
+
+def slot_nbytes(config: ModelConfig, expert_dtype: str) -> int:
+    """Bytes of a slot: an expert rounded up to whole blocks of direct I/O."""
+    return -(-expert_nbytes(config, expert_dtype) // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,97 @@
+"""Step: run the calibration tokens through one layer, as the target and as the draft.
+
+Both streams see the same tokens; each keeps its own hidden states and its own keys and values, from
+the first layer to the last. That is the draft at its worst: at run time it decodes behind the
+target's keys and values and drifts for a few tokens only. Computed in float32 by the runtime's own
+layers; routing of the target is what the runtime would choose.
+
+Called by: pipeline.  Next: specter_runtime.model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from specter_runtime.config import ModelConfig
+from specter_runtime.experts import ExpertProvider
+from specter_runtime.kv_cache import KVCache
+from specter_runtime.layers import RotaryEmbedding, rms_norm
+from specter_runtime.model import DecoderLayer, bind
+from specter_runtime.moe import Routing
+from torch.nn import functional
+
+COMPUTE_DTYPE = torch.float32
+HEAD_ROWS = 512
+"""Rows of logits held at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadComparison:
+    """Next-token predictions of target and draft at N x T positions.
+
+    Attributes:
+        agrees: bool ``[N, T]``: same argmax.
+        overlap: float32 ``[N, T]``: sum over tokens of min(target, draft) probability, which is the
+            acceptance rate of rejection sampling at temperature 1 (arXiv 2211.17192, theorem 3.5).
+    """
+
+    agrees: torch.Tensor
+    overlap: torch.Tensor
+
+
+class LayerRunner:
+    """Runs single layers over calibration sequences, reusing one sequence's KV cache."""
+
+    def __init__(
+        self, config: ModelConfig, tensor_names: Mapping[str, str], sequence_length: int
+    ) -> None:
+        """Prepare for sequences of ``sequence_length`` tokens."""
+        self._config = config
+        self._names = tensor_names
+        self._rotary = RotaryEmbedding(config)
+        self._kv_cache = KVCache(config, sequence_length, COMPUTE_DTYPE, num_layers=1)
+
+    def embed(self, token_ids: torch.Tensor, common: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Hidden states ``[N, T, D]`` of token ids ``[N, T]``."""
+        embedding = common[self._names["embed_tokens"]]
+        return embedding[token_ids].to(COMPUTE_DTYPE)
+
+    def bind_layer(self, index: int, tensors: Mapping[str, torch.Tensor]) -> DecoderLayer:
+        """A layer over its dense tensors."""
+        bound = bind(self._config, index, tensors, self._names, COMPUTE_DTYPE)
+        return DecoderLayer(self._config, index, 0, bound, self._rotary)
+
+    def run(
+        self,
+        layer: DecoderLayer,
+        hidden: torch.Tensor,  # [N, T, D]
+        provider: ExpertProvider,
+    ) -> tuple[torch.Tensor, Routing | None]:
+        """Hidden states behind the layer and the routing of all N x T rows; None if dense."""
+        attended = torch.stack([layer.attention(x, 0, self._kv_cache) for x in hidden])
+        rows, routing = layer.mlp([attended.flatten(0, 1)], provider)
+        return rows[0].view(hidden.shape), routing
+
+    def compare_heads(
+        self,
+        target: torch.Tensor,  # [N, T, D]
+        draft: torch.Tensor,  # [N, T, D]
+        common: Mapping[str, torch.Tensor],
+    ) -> HeadComparison:
+        """Apply the final norm and the head to both streams."""
+        bound = bind(self._config, None, common, self._names, COMPUTE_DTYPE)
+        head = bound.get("lm_head", bound["embed_tokens"])
+        agrees, overlaps = [], []
+        streams = (torch.split(stream.flatten(0, 1), HEAD_ROWS) for stream in (target, draft))
+        for rows in zip(*streams, strict=True):
+            target_logits, draft_logits = (
+                functional.linear(rms_norm(x, bound["norm"], self._config.rms_norm_eps), head)
+                for x in rows
+            )
+            agrees.append(target_logits.argmax(-1) == draft_logits.argmax(-1))
+            both = torch.minimum(target_logits.softmax(-1), draft_logits.softmax(-1))
+            overlaps.append(both.sum(-1))
+        shape = target.shape[:2]
+        return HeadComparison(torch.cat(agrees).view(shape), torch.cat(overlaps).view(shape))

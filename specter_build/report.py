@@ -1,0 +1,168 @@
+"""Step: the calibration report, as a dictionary of plain numbers. Pure.
+
+Deterministic: wall time and peak memory are in ``timings.json``, the only file of a bundle that
+differs between two builds of the same inputs.
+
+Called by: pipeline.  Next: fidelity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from specter_runtime.config import ModelConfig
+from specter_runtime.moe import Routing
+from specter_runtime.units import format_bytes
+
+from specter_build.fidelity import (
+    WINDOWS,
+    acceptance_by_position,
+    expected_acceptance_length,
+    lru_hit_curve,
+    normalized_entropy,
+    one_hot,
+    routing_recall,
+    usage_counts,
+    weighted_recall,
+    window_recall,
+)
+from specter_build.profile_routing import HeadComparison
+
+REPORT_VERSION = 1
+NUM_POSITIONS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """What one routed layer showed: both streams' routing over N x T rows, quantization error."""
+
+    target: Routing
+    draft: Routing
+    relative_error: float
+
+
+def summarize_layer(
+    profile: LayerProfile, num_sequences: int, config: ModelConfig
+) -> dict[str, Any]:
+    """All figures of one layer."""
+    shape = (num_sequences, -1, config.num_experts_per_tok)
+    routes = profile.target.selected_experts.view(shape)
+    target = one_hot(routes, config.num_experts)
+    draft = one_hot(profile.draft.selected_experts.view(shape), config.num_experts)
+    recall = routing_recall(target, draft)
+    weights = profile.target.routing_weights.view(shape)
+    counts = usage_counts(target)
+    windows = {}
+    for window in WINDOWS:
+        if window <= routes.shape[1]:
+            mean_recall, mean_union = window_recall(target, draft, window)
+            windows[str(window)] = {"recall": mean_recall, "union": mean_union}
+    return {
+        "layer": profile.target.layer,
+        "recall": float(recall.mean()),
+        "weighted_recall": float(weighted_recall(routes, weights, draft).mean()),
+        "set_exact": float((recall == 1).to(torch.float32).mean()),
+        "windows": windows,
+        "expert_counts": counts.tolist(),
+        "normalized_entropy": normalized_entropy(counts),
+        "never_reached": torch.where(counts == 0)[0].tolist(),
+        "lru_hit_curve": lru_hit_curve(routes, config.num_experts),
+        "relative_quantization_error": profile.relative_error,
+    }
+
+
+def make_report(
+    config: ModelConfig,
+    layers: list[dict[str, Any]],
+    heads: HeadComparison,
+    draft: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    calibration: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The whole report but for ``memory``, which the plan decides.
+
+    Args:
+        config: the model.
+        layers: of ``summarize_layer``, in order.
+        heads: next-token predictions of both streams.
+        draft: the recipe's draft section.
+        sizes: bytes of the bundle's parts.
+        calibration: what the figures were measured on.
+    """
+    by_position = acceptance_by_position(heads.agrees, NUM_POSITIONS)
+    num_weights = len(config.moe_layers) * config.num_experts * config.expert_num_weights
+
+    def mean(name: str) -> float:
+        return float(sum(layer[name] for layer in layers) / len(layers))
+
+    windows = {
+        window: {
+            figure: sum(layer["windows"][window][figure] for layer in layers) / len(layers)
+            for figure in ("recall", "union")
+        }
+        for window in layers[0]["windows"]
+    }
+    worst = min(layers, key=lambda layer: float(layer["recall"]))
+    return {
+        "report_version": REPORT_VERSION,
+        "model_type": config.model_type,
+        "calibration": dict(calibration),
+        "draft": {**draft, "bits_per_weight": sizes["draft_bytes"] * 8 / num_weights},
+        "recall": {
+            "mean": mean("recall"),
+            "worst": worst["recall"],
+            "worst_layer": worst["layer"],
+            "weighted": mean("weighted_recall"),
+            "set_exact": mean("set_exact"),
+        },
+        "windows": windows,
+        "acceptance": {
+            "rate": float(heads.agrees.to(torch.float32).mean()),
+            "sampled_rate": float(heads.overlap.mean()),
+            "by_position": by_position,
+            "expected_length": {
+                str(k): expected_acceptance_length(by_position, k) for k in WINDOWS
+            },
+        },
+        "normalized_entropy": mean("normalized_entropy"),
+        "relative_quantization_error": mean("relative_quantization_error"),
+        "num_experts_never_reached": sum(len(layer["never_reached"]) for layer in layers),
+        "lru_hit_curve": [
+            sum(hits) / len(layers)
+            for hits in zip(*(layer["lru_hit_curve"] for layer in layers), strict=True)
+        ],
+        "sizes": dict(sizes),
+        "layers": layers,
+    }
+
+
+def describe(report: Mapping[str, Any], plan_draft_tokens: int) -> str:
+    """The report in a few lines, for people."""
+    recall, acceptance, memory = report["recall"], report["acceptance"], report["memory"]
+    draft, sizes = report["draft"], report["sizes"]
+    windows = ", ".join(
+        f"{k}: {w['recall']:.3f} ({w['union']:.1f})" for k, w in report["windows"].items()
+    )
+    lengths = ", ".join(f"{k}: {n:.2f}" for k, n in acceptance["expected_length"].items())
+    return "\n".join(
+        [
+            f"draft        {draft['method']} {draft['bits']} bits in groups of "
+            f"{draft['group_size']}: {draft['bits_per_weight']:.2f} bits a weight, "
+            f"relative error {report['relative_quantization_error']:.4f}",
+            f"recall       mean {recall['mean']:.4f}, worst {recall['worst']:.4f} (layer "
+            f"{recall['worst_layer']}), weighted {recall['weighted']:.4f}, "
+            f"set-exact {recall['set_exact']:.4f}",
+            f"windows      recall (union of experts) by tokens: {windows}",
+            f"acceptance   greedy {acceptance['rate']:.4f}, sampled "
+            f"{acceptance['sampled_rate']:.4f}; expected length by draft tokens: {lengths}",
+            f"experts      entropy {report['normalized_entropy']:.3f} of uniform, "
+            f"{report['num_experts_never_reached']} never reached",
+            f"sizes        dense {format_bytes(sizes['dense_bytes'])}, draft "
+            f"{format_bytes(sizes['draft_bytes'])}, shards {format_bytes(sizes['shard_bytes'])}",
+            f"plan         {memory['num_slots']} slots of {format_bytes(memory['slot_bytes'])} in "
+            f"{format_bytes(memory['budget_bytes'])}, {plan_draft_tokens} draft tokens",
+        ]
+    )
