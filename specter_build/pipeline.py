@@ -312,13 +312,9 @@ def conclude(
         **recipe.calibration.model_dump(exclude={"files"}),
     }
     report = make_report(config, layers, heads, draft.model_dump(), sizes, calibration)
+    shape = (num_sequences, -1, config.num_experts_per_tok)
     evidence = Evidence(
-        routes={
-            index: profile.target.selected_experts.view(
-                num_sequences, -1, config.num_experts_per_tok
-            )
-            for index, profile in profiles.items()
-        },
+        routes={i: profile.target.selected_experts.view(shape) for i, profile in profiles.items()},
         counts={layer["layer"]: torch.tensor(layer["expert_counts"]) for layer in layers},
         acceptance_by_position=report["acceptance"]["by_position"],
         recall=report["recall"]["mean"],

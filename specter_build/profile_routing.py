@@ -50,7 +50,7 @@ class LayerRunner:
         """Prepare for sequences of ``sequence_length`` tokens."""
         self._config = config
         self._names = tensor_names
-        self._rotary = RotaryEmbedding(config)
+        self._angles = RotaryEmbedding(config).angles(0, sequence_length, COMPUTE_DTYPE)
         self._kv_cache = KVCache(config, sequence_length, COMPUTE_DTYPE, num_layers=1)
 
     def embed(self, token_ids: torch.Tensor, common: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -61,7 +61,7 @@ class LayerRunner:
     def bind_layer(self, index: int, tensors: Mapping[str, torch.Tensor]) -> DecoderLayer:
         """A layer over its dense tensors."""
         bound = bind(self._config, index, tensors, self._names, COMPUTE_DTYPE)
-        return DecoderLayer(self._config, index, 0, bound, self._rotary)
+        return DecoderLayer(self._config, index, 0, bound)
 
     def run(
         self,
@@ -70,7 +70,9 @@ class LayerRunner:
         provider: ExpertProvider,
     ) -> tuple[torch.Tensor, Routing | None]:
         """Hidden states behind the layer and the routing of all N x T rows; None if dense."""
-        attended = torch.stack([layer.attention(x, 0, self._kv_cache) for x in hidden])
+        attended = torch.stack(
+            [layer.attention(x, 0, self._angles, self._kv_cache) for x in hidden]
+        )
         rows, routing = layer.mlp([attended.flatten(0, 1)], provider)
         return rows[0].view(hidden.shape), routing
 

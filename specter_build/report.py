@@ -144,9 +144,11 @@ def describe(report: Mapping[str, Any], plan_draft_tokens: int) -> str:
     recall, acceptance, memory = report["recall"], report["acceptance"], report["memory"]
     draft, sizes = report["draft"], report["sizes"]
     windows = ", ".join(
-        f"{k}: {w['recall']:.3f} ({w['union']:.1f})" for k, w in report["windows"].items()
+        f"{k}: {report['windows'][k]['recall']:.3f} ({report['windows'][k]['union']:.1f})"
+        for k in sorted(report["windows"], key=int)
     )
-    lengths = ", ".join(f"{k}: {n:.2f}" for k, n in acceptance["expected_length"].items())
+    expected = acceptance["expected_length"]
+    lengths = ", ".join(f"{k}: {expected[k]:.2f}" for k in sorted(expected, key=int))
     return "\n".join(
         [
             f"draft        {draft['method']} {draft['bits']} bits in groups of "

@@ -59,7 +59,7 @@ class ExpertCache:
     """Fixed expert slots over a store.
 
     Threads: ``experts``, ``prefetch``, ``cancel_prefetches`` and ``warm`` are for one foreground
-    thread; the I/O threads run ``_serve``. All state is guarded by ``_state_changed``; buffers are
+    thread; the I/O threads run ``_serve``. All state is guarded by ``_lock``; buffers are
     written only by the thread whose load holds the slot, and read only while the key is pinned.
     An I/O thread never raises: a failed load is kept and raised by the next demand of its key.
     """
@@ -107,7 +107,9 @@ class ExpertCache:
         self._num_reading = 0
         self._reading_since = 0.0
         self._closed = False
-        self._state_changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._work_queued = threading.Condition(self._lock)  # the I/O threads wait on it
+        self._load_ended = threading.Condition(self._lock)  # the foreground waits on it
         self._threads = [
             threading.Thread(target=self._serve, name=f"specter-io-{i}", daemon=True)
             for i in range(num_io_threads)
@@ -152,7 +154,7 @@ class ExpertCache:
         """Pin all ``keys``; split them into resident and awaited; queue what nobody reads yet."""
         ready: list[tuple[ExpertKey, ExpertWeights]] = []
         waiting: set[ExpertKey] = set()
-        with self._state_changed:
+        with self._lock:
             for key in self._due.pop(layer, ()):
                 self._next_use.pop(key, None)
             for key in keys:
@@ -171,7 +173,6 @@ class ExpertCache:
                     self._stats.misses += 1
                     waiting.add(key)
                     self._queue_demand(key)
-            self._state_changed.notify_all()
         return ready, waiting
 
     def _count_useful(self, key: ExpertKey) -> None:
@@ -184,13 +185,14 @@ class ExpertCache:
         self._failures.pop(key, None)
         self._loads[key] = _Load(key, "demand")
         self._demands.append(key)
+        self._work_queued.notify()
 
     def _await_any(self, waiting: set[ExpertKey]) -> tuple[ExpertKey, ExpertWeights]:
         """Block until one of the experts is resident; an overdue one is read right here."""
         started = time.perf_counter()
         deadline = started + self._load_timeout_seconds
         try:
-            with self._state_changed:
+            with self._lock:
                 while True:
                     for key in waiting:
                         slot = self._resident.get(key)
@@ -201,10 +203,10 @@ class ExpertCache:
                     remaining = deadline - time.perf_counter()
                     if remaining <= 0:
                         break
-                    self._state_changed.wait(remaining)
+                    self._load_ended.wait(remaining)
             return self._read_in_foreground(next(iter(waiting)))
         finally:
-            with self._state_changed:
+            with self._lock:
                 self._stats.stall_seconds += time.perf_counter() - started
 
     def _raise_or_retry(self, key: ExpertKey) -> None:
@@ -213,26 +215,26 @@ class ExpertCache:
         if kind == "demand":
             raise failure
         self._queue_demand(key)
-        self._state_changed.notify_all()
 
     def _read_in_foreground(self, key: ExpertKey) -> tuple[ExpertKey, ExpertWeights]:
         """Read past a load that does not come: into memory of its own, used once, not cached."""
         buffer = aligned_buffer(self._store.slot_bytes)
         self._store.read_into(key, buffer)
-        with self._state_changed:
+        with self._lock:
             self._stats.overdue_loads += 1
             self._stats.loads += 1
             self._stats.loaded_bytes += self._store.expert_bytes
         return key, self._view(torch.frombuffer(buffer, dtype=torch.uint8))
 
     def _unpin(self, key: ExpertKey) -> None:
-        with self._state_changed:
+        with self._lock:
             self._pins[key] -= 1
             if not self._pins[key]:
                 del self._pins[key]
             if key in self._resident:
                 self._resident.move_to_end(key)
-            self._state_changed.notify_all()
+            if self._demands or self._prefetches:  # they may have been waiting for a slot
+                self._work_queued.notify()
 
     # ---- the foreground: looking ahead ------------------------------------------------------
 
@@ -242,7 +244,7 @@ class ExpertCache:
         Until it is demanded or ``cancel_prefetches`` is called, the expert counts as needed at
         layer ``deadline`` and gives way only to what is needed earlier.
         """
-        with self._state_changed:
+        with self._lock:
             if key not in self._next_use:
                 self._next_use[key] = deadline
                 self._due.setdefault(deadline, []).append(key)
@@ -252,12 +254,12 @@ class ExpertCache:
             self._loads[key] = _Load(key, "prefetch")
             heapq.heappush(self._prefetches, (deadline, self._num_asked, key))
             self._num_asked += 1
-            self._state_changed.notify_all()
+            self._work_queued.notify()
             return True
 
     def cancel_prefetches(self) -> None:
         """Forget all lookahead; queued prefetches are dropped, those in flight arrive."""
-        with self._state_changed:
+        with self._lock:
             self._forget_next_uses()
             for _, _, key in self._prefetches:
                 load = self._loads.get(key)
@@ -274,9 +276,9 @@ class ExpertCache:
         keys = list(keys)[: self.num_slots]
         for key in keys:
             self.prefetch(key, NOW)
-        with self._state_changed:
+        with self._lock:
             while any(key in self._loads for key in keys):
-                self._state_changed.wait()
+                self._load_ended.wait()
             for key in keys:
                 self._prefetched.discard(key)
                 if key in self._failures:
@@ -289,12 +291,12 @@ class ExpertCache:
 
     def is_resident(self, key: ExpertKey) -> bool:
         """Whether the expert could be used at once."""
-        with self._state_changed:
+        with self._lock:
             return key in self._resident
 
     def stats(self) -> CacheStats:
         """A snapshot of the counters."""
-        with self._state_changed:
+        with self._lock:
             stats = self._stats.copy()
             if self._num_reading:
                 stats.link_busy_seconds += time.perf_counter() - self._reading_since
@@ -307,9 +309,9 @@ class ExpertCache:
 
     def close(self) -> None:
         """Stop the I/O threads; reads in flight are waited for as long as one may take."""
-        with self._state_changed:
+        with self._lock:
             self._closed = True
-            self._state_changed.notify_all()
+            self._work_queued.notify_all()
         for thread in self._threads:
             thread.join(self._load_timeout_seconds)
 
@@ -317,10 +319,10 @@ class ExpertCache:
 
     def _serve(self) -> None:
         while True:
-            with self._state_changed:
+            with self._lock:
                 task = self._next_task()
                 while task is None and not self._closed:
-                    self._state_changed.wait()
+                    self._work_queued.wait()
                     task = self._next_task()
                 if task is None or self._closed:
                     return
@@ -333,9 +335,9 @@ class ExpertCache:
                 failure = exc
             except Exception as exc:  # whatever it was, the foreground must learn of it
                 failure = SpecterError(f"reading expert {tuple(load.key)} failed: {exc!r}")
-            with self._state_changed:
+            with self._lock:
                 self._end_read(load, slot, failure)
-                self._state_changed.notify_all()
+                self._load_ended.notify_all()
 
     def _next_task(self) -> tuple[_Load, _Slot] | None:
         """The most urgent queued load for which there is a slot."""

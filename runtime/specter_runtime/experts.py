@@ -37,7 +37,9 @@ class ExpertWeights:
     down_proj: torch.Tensor
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
-        """The same weights in ``dtype``; the tensors themselves when they have it already."""
+        """The same weights in ``dtype``; itself when it has that already."""
+        if self.gate_proj.dtype == dtype:
+            return self
         return ExpertWeights(
             self.gate_proj.to(dtype), self.up_proj.to(dtype), self.down_proj.to(dtype)
         )

@@ -29,6 +29,10 @@ def rms_norm(
     return weight * wide.to(hidden.dtype)
 
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, each ``[T, 1, C]``."""
+
+
 class RotaryEmbedding:
     """Rotary position embedding, half-split layout. Source: arXiv 2104.09864, equation 34."""
 
@@ -36,10 +40,8 @@ class RotaryEmbedding:
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(torch.float32)
         self._inverse_frequencies = 1.0 / config.rope_theta ** (exponents / config.head_dim)
 
-    def angles(
-        self, start: int, num_tokens: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines ``[T, 1, C]`` of positions ``start ..``; float32, then ``dtype``."""
+    def angles(self, start: int, num_tokens: int, dtype: torch.dtype) -> Angles:
+        """Angles of positions ``start ..``; computed in float32, rounded to ``dtype``."""
         positions = torch.arange(start, start + num_tokens, dtype=torch.float32)
         angles = positions.unsqueeze(-1) * self._inverse_frequencies  # [T, C / 2]
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, C]
@@ -48,10 +50,10 @@ class RotaryEmbedding:
 
 def rotate(
     heads: torch.Tensor,  # [T, heads, C]
-    cos: torch.Tensor,  # [T, 1, C]
-    sin: torch.Tensor,  # [T, 1, C]
+    angles: Angles,
 ) -> torch.Tensor:
     """Turn each pair (i, i + C/2) of a head by its angle."""
+    cos, sin = angles
     low, high = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-high, low), dim=-1) * sin
 

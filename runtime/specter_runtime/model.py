@@ -21,7 +21,7 @@ from torch.nn import functional
 from specter_runtime.config import ModelConfig
 from specter_runtime.experts import ExpertProvider
 from specter_runtime.kv_cache import KVCache
-from specter_runtime.layers import RotaryEmbedding, attend, rms_norm, rotate, swiglu
+from specter_runtime.layers import Angles, RotaryEmbedding, attend, rms_norm, rotate, swiglu
 from specter_runtime.moe import Routing, mix_experts, route
 
 EXPERT_ROLES = ("gate_proj", "up_proj", "down_proj")
@@ -73,20 +73,18 @@ class DecoderLayer:
     index: int
     cache_layer: int
     tensors: Mapping[str, torch.Tensor]
-    rotary: RotaryEmbedding
 
-    def attention(self, hidden: torch.Tensor, start: int, kv_cache: KVCache) -> torch.Tensor:
+    def attention(
+        self, hidden: torch.Tensor, start: int, angles: Angles, kv_cache: KVCache
+    ) -> torch.Tensor:
         """Residual plus attention for a block ``[T, D]`` at positions ``start ..``."""
         c, t = self.config, self.tensors
         normed = rms_norm(hidden, t["input_layernorm"], c.rms_norm_eps)
         queries = self._project(normed, "q", c.num_attention_heads)  # [T, H, C]
         keys = self._project(normed, "k", c.num_key_value_heads)  # [T, G, C]
         values = self._project(normed, "v", c.num_key_value_heads)
-        cos, sin = self.rotary.angles(start, hidden.shape[0], hidden.dtype)
-        all_keys, all_values = kv_cache.write(
-            self.cache_layer, start, rotate(keys, cos, sin), values
-        )
-        attended = attend(rotate(queries, cos, sin), all_keys, all_values)
+        all_keys, all_values = kv_cache.write(self.cache_layer, start, rotate(keys, angles), values)
+        attended = attend(rotate(queries, angles), all_keys, all_values)
         return hidden + functional.linear(attended, t["o_proj"], t.get("o_proj_bias"))
 
     def _project(self, normed: torch.Tensor, name: str, num_heads: int) -> torch.Tensor:
@@ -153,9 +151,9 @@ class MoETransformer:
         self._embed_tokens = common["embed_tokens"]
         self._norm = common["norm"]
         self._lm_head = common.get("lm_head", self._embed_tokens)
-        rotary = RotaryEmbedding(config)
+        self._rotary = RotaryEmbedding(config)
         self._layers = [
-            DecoderLayer(config, i, i, bind(config, i, tensors, tensor_names, dtype), rotary)
+            DecoderLayer(config, i, i, bind(config, i, tensors, tensor_names, dtype))
             for i in range(config.num_hidden_layers)
         ]
 
@@ -178,14 +176,18 @@ class MoETransformer:
         Returns:
             Final hidden states (blocks ``[rows, D]``, normed) and the routing of each routed layer.
         """
-        start = kv_cache.length
         ids = torch.tensor(token_ids)
         blocks = [self._embed_tokens[rows] for rows in torch.split(ids, rows_per_block)]
+        starts = [kv_cache.length + i * rows_per_block for i in range(len(blocks))]
+        angles = [
+            self._rotary.angles(start, len(block), self.dtype)
+            for start, block in zip(starts, blocks, strict=True)
+        ]
         routings: list[Routing] = []
         for layer in self._layers:
             blocks = [
-                layer.attention(block, start + i * rows_per_block, kv_cache)
-                for i, block in enumerate(blocks)
+                layer.attention(block, start, block_angles, kv_cache)
+                for block, start, block_angles in zip(blocks, starts, angles, strict=True)
             ]
             blocks, routing = layer.mlp(blocks, provider)
             if routing is not None:

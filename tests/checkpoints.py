@@ -1,0 +1,145 @@
+"""Tiny random checkpoints and recipes for tests; transformers writes them, nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCAB_SIZE = 260
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    # Wide enough that logits spread and routers decide: at transformers' 0.02 everything ties.
+    "initializer_range": 0.3,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 257,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "head_dim": 24,
+            "num_experts": 8,
+            "moe_intermediate_size": 48,
+            "intermediate_size": 96,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_local_experts": 8, "intermediate_size": 48},
+    ),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM, {"num_experts": 8, "intermediate_size": 48}),
+}
+
+
+def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random model of a family, in float32, with norms that are not all ones."""
+    config_class, model_class, own = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**(COMMON | own | overrides)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+def make_checkpoint(
+    folder: Path,
+    family: str = "qwen3_moe",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "50GB",
+    **overrides: Any,
+) -> PreTrainedModel:
+    """Write a random checkpoint with a byte-level tokenizer; returns the model in ``dtype``."""
+    model = make_model(family, seed, **overrides).to(dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    make_tokenizer(folder)
+    return model
+
+
+def fuse_experts(folder: Path) -> None:
+    """Rewrite a single-file checkpoint in the layout with 3-D expert tensors."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    config = json.loads((folder / "config.json").read_text())
+    num_experts = config.get("num_experts") or config.get("num_local_experts")
+    mixtral = config["model_type"] == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.{block}"
+        parts = {
+            name: [tensors.pop(f"{prefix}.experts.{e}.{name}.weight") for e in range(num_experts)]
+            for name in (gate, up, down)
+        }
+        fused = f"model.layers.{layer}.mlp"
+        tensors[f"{fused}.gate.weight"] = tensors.pop(f"{prefix}.gate.weight")
+        pairs = zip(parts[gate], parts[up], strict=True)
+        tensors[f"{fused}.experts.gate_up_proj"] = torch.stack([torch.cat(p) for p in pairs])
+        tensors[f"{fused}.experts.down_proj"] = torch.stack(parts[down])
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def make_tokenizer(folder: Path) -> None:
+    """One token a byte, ids 256 (begin) and 257 (end) special; no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)} | {"<bos>": 256, "<eos>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>"
+    ).save_pretrained(folder)
+
+
+def recipe_dict(model: Path, output: Path, **sections: Any) -> dict[str, Any]:
+    """A recipe for tiny checkpoints; ``sections`` are merged into the sections of that name."""
+    recipe: dict[str, Any] = {
+        "model": str(model),
+        "output": str(output),
+        "draft": {"bits": 4, "group_size": 16},
+        "calibration": {"num_sequences": 4, "sequence_length": 64, "seed": 0},
+        "plan": {
+            "memory_budget": "2MiB",
+            "max_context_tokens": 256,
+            "num_draft_tokens": 4,
+        },
+        "hardware": {"link_bytes_per_second": 1e9, "memory_bytes_per_second": 1e10},
+    }
+    for name, value in sections.items():
+        recipe[name] = recipe[name] | value if isinstance(value, dict) else value
+    return recipe
+
+
+def write_recipe(path: Path, recipe: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(recipe))
+    return path
