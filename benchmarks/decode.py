@@ -21,6 +21,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see specter_runtime.cli
 
 import click
+
 from specter_runtime.bundle_loader import load_bundle
 from specter_runtime.config import RuntimeConfig
 from specter_runtime.expert_store import ShardExpertStore, aligned_buffer

@@ -16,6 +16,12 @@ from pathlib import Path
 
 import click
 import torch
+
+from specter_build.checkpoint import Checkpoint
+from specter_build.fidelity import one_hot, routing_recall
+from specter_build.profile_routing import COMPUTE_DTYPE, LayerRunner
+from specter_build.quantize_draft import quantize_layer
+from specter_build.recipe import DraftRecipe
 from specter_runtime.config import GenerationLimits, SamplingConfig
 from specter_runtime.draft_engine import SelfDrafter
 from specter_runtime.experts import ExpertKey, ExpertWeights, PackedExperts, ResidentExperts
@@ -23,12 +29,6 @@ from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
 from specter_runtime.speculative_decoder import SpeculativeDecoder
 from specter_runtime.tokenizer import Tokenizer
-
-from specter_build.checkpoint import Checkpoint
-from specter_build.fidelity import one_hot, routing_recall
-from specter_build.profile_routing import COMPUTE_DTYPE, LayerRunner
-from specter_build.quantize_draft import quantize_layer
-from specter_build.recipe import DraftRecipe
 
 TEXTS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=0.9)}
 

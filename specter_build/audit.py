@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from specter_build.checkpoint import Checkpoint
 from specter_runtime.bundle_loader import Bundle, load_bundle
 from specter_runtime.config import GenerationLimits, SamplingConfig
 from specter_runtime.draft_engine import SelfDrafter
@@ -24,8 +26,6 @@ from specter_runtime.model import MoETransformer
 from specter_runtime.session import Session
 from specter_runtime.shards import tensor_bytes
 from specter_runtime.speculative_decoder import SpeculativeDecoder
-
-from specter_build.checkpoint import Checkpoint
 
 NUM_TOKENS = 32
 PROMPT_TOKENS = 16

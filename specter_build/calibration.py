@@ -18,15 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from specter_runtime.errors import RecipeError
-from specter_runtime.tokenizer import Tokenizer
 
 from specter_build.recipe import CalibrationRecipe
+from specter_runtime.errors import RecipeError
+from specter_runtime.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """Texts in file order, their SHA-256 and where they came from."""
+    """Texts in file order, their SHA-256 and the names of their files."""
 
     texts: list[str]
     sha256: str
@@ -48,7 +48,7 @@ def read_texts(recipe: CalibrationRecipe, folder: Path) -> CalibrationText:
     else:
         shipped = importlib.resources.files("specter_build") / "data" / "calibration.jsonl"
         with importlib.resources.as_file(shipped) as path:
-            paths = [("the text that ships with specter_build", path)]
+            paths = [(f"specter_build:{path.name}", path)]
     texts: list[str] = []
     digest = hashlib.sha256()
     for name, path in paths:
@@ -63,7 +63,7 @@ def read_texts(recipe: CalibrationRecipe, folder: Path) -> CalibrationText:
         texts += _parse_jsonl(name, text) if path.suffix == ".jsonl" else [text]
     if not any(texts):
         raise RecipeError("calibration.files: there is no text in them")
-    return CalibrationText(texts, digest.hexdigest(), [name for name, _ in paths])
+    return CalibrationText(texts, digest.hexdigest(), [Path(name).name for name, _ in paths])
 
 
 def _parse_jsonl(name: str, text: str) -> list[str]:

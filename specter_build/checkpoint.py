@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+
+from specter_build.architectures import Architecture, find_architecture, read_config
 from specter_runtime.config import ModelConfig
 from specter_runtime.errors import CheckpointError, name_list
 from specter_runtime.experts import PROJECTIONS, ExpertKey, ExpertWeights, expert_shapes
 from specter_runtime.model import dense_shapes
 from specter_runtime.shards import Header, TensorEntry, read_header
-
-from specter_build.architectures import Architecture, find_architecture, read_config
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

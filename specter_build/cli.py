@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+
 from specter_runtime.cli import guarded
 from specter_runtime.errors import SpecterError
 from specter_runtime.units import format_bytes
@@ -31,7 +32,8 @@ def build_command(
     Does nothing if the bundle is there already and nothing has changed.
     """
     try:
-        from specter_build.pipeline import build, bundle_nbytes, check_disk, open_inputs
+        from specter_build.open_inputs import bundle_nbytes, check_disk, open_inputs
+        from specter_build.pipeline import build
         from specter_build.recipe import load_recipe
     except ModuleNotFoundError as exc:
         raise SpecterError(
@@ -60,7 +62,7 @@ def build_command(
             )
         return
     result = build(loaded, folder)
-    click.echo(describe(result.report, result.plan.num_draft_tokens), err=True)
+    click.echo(describe(result.report, result.plan.num_draft_tokens, result.timings), err=True)
     if not result.was_built:
         click.echo("up to date, nothing to do", err=True)
     click.echo(result.destination)

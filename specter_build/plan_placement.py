@@ -14,15 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from specter_build.fidelity import expected_acceptance_length
+from specter_build.recipe import HardwareRecipe
 from specter_runtime.config import ModelConfig
 from specter_runtime.eviction import choose_victim
 from specter_runtime.experts import ExpertKey, expert_nbytes
 from specter_runtime.manifest import FORMAT_VERSION, Plan
 from specter_runtime.memory import MemoryUse, dense_nbytes
-from specter_runtime.shards import ALIGNMENT
-
-from specter_build.fidelity import expected_acceptance_length
-from specter_build.recipe import HardwareRecipe
 
 CANDIDATES = (0, 1, 2, 4, 8, 16)
 """Numbers of draft tokens that the planner weighs."""
@@ -159,8 +158,3 @@ def plan_placement(
         predicted={str(k): seconds for k, seconds in predicted.items()},
         hardware=hardware.model_dump(),
     )
-
-
-def slot_nbytes(config: ModelConfig, expert_dtype: str) -> int:
-    """Bytes of a slot: an expert rounded up to whole blocks of direct I/O."""
-    return -(-expert_nbytes(config, expert_dtype) // ALIGNMENT) * ALIGNMENT

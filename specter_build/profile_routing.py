@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
+
 from specter_runtime.config import ModelConfig
 from specter_runtime.experts import ExpertProvider
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.layers import RotaryEmbedding, rms_norm
 from specter_runtime.model import DecoderLayer, bind
 from specter_runtime.moe import Routing
-from torch.nn import functional
 
 COMPUTE_DTYPE = torch.float32
 HEAD_ROWS = 512

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from specter_runtime.errors import CheckpointError
-from specter_runtime.experts import PROJECTIONS, ExpertKey, ExpertWeights, PackedExpert
 
 from specter_build.quantizers import round_to_nearest, squared_errors
 from specter_build.recipe import DraftRecipe
+from specter_runtime.errors import CheckpointError
+from specter_runtime.experts import PROJECTIONS, ExpertKey, ExpertWeights, PackedExpert
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Called by: quantize_draft.  Next: specter_runtime.packed.
 from __future__ import annotations
 
 import torch
+
 from specter_runtime.packed import PackedTensor, dequantize, pack_codes
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
 from specter_runtime.config import DType
 from specter_runtime.errors import RecipeError
 from specter_runtime.units import parse_bytes
@@ -111,10 +112,15 @@ class Recipe(_Section):
     plan: PlanRecipe
     hardware: HardwareRecipe
 
-    def digest(self) -> str:
-        """SHA-256 over everything that shapes the bundle: all but where it lies."""
+    def settings(self) -> dict[str, Any]:
+        """Everything that shapes a bundle, and nothing of where files lie on this machine."""
         content = self.model_dump(mode="json", exclude={"output", "model", "revision"})
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        content["calibration"]["files"] = [Path(name).name for name in self.calibration.files]
+        return content
+
+    def digest(self) -> str:
+        """SHA-256 of the settings."""
+        return hashlib.sha256(json.dumps(self.settings(), sort_keys=True).encode()).hexdigest()
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from specter_runtime.config import ModelConfig
-from specter_runtime.moe import Routing
-from specter_runtime.units import format_bytes
 
 from specter_build.fidelity import (
     WINDOWS,
@@ -30,6 +27,9 @@ from specter_build.fidelity import (
     window_recall,
 )
 from specter_build.profile_routing import HeadComparison
+from specter_runtime.config import ModelConfig
+from specter_runtime.moe import Routing
+from specter_runtime.units import format_bytes
 
 REPORT_VERSION = 1
 NUM_POSITIONS = 16
@@ -139,7 +139,7 @@ def make_report(
     }
 
 
-def describe(report: Mapping[str, Any], plan_draft_tokens: int) -> str:
+def describe(report: Mapping[str, Any], num_draft_tokens: int, timings: Mapping[str, float]) -> str:
     """The report in a few lines, for people."""
     recall, acceptance, memory = report["recall"], report["acceptance"], report["memory"]
     draft, sizes = report["draft"], report["sizes"]
@@ -165,6 +165,8 @@ def describe(report: Mapping[str, Any], plan_draft_tokens: int) -> str:
             f"sizes        dense {format_bytes(sizes['dense_bytes'])}, draft "
             f"{format_bytes(sizes['draft_bytes'])}, shards {format_bytes(sizes['shard_bytes'])}",
             f"plan         {memory['num_slots']} slots of {format_bytes(memory['slot_bytes'])} in "
-            f"{format_bytes(memory['budget_bytes'])}, {plan_draft_tokens} draft tokens",
+            f"{format_bytes(memory['budget_bytes'])}, {num_draft_tokens} draft tokens",
+            f"build        {timings['wall_seconds']:.1f} s, peak memory "
+            f"{format_bytes(timings['peak_memory_bytes'])} with interpreter and libraries",
         ]
     )

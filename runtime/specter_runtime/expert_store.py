@@ -19,7 +19,7 @@ from typing import Protocol
 
 from specter_runtime.errors import BundleError
 from specter_runtime.experts import ExpertKey
-from specter_runtime.shards import ALIGNMENT
+from specter_runtime.shards import ALIGNMENT, align_up
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ShardExpertStore:
     @property
     def slot_bytes(self) -> int:
         """Expert bytes rounded up to whole blocks: a direct read asks for whole blocks."""
-        return -(-self._expert_bytes // ALIGNMENT) * ALIGNMENT
+        return align_up(self._expert_bytes)
 
     @property
     def expert_bytes(self) -> int:

@@ -24,9 +24,6 @@ from specter_runtime.kv_cache import KVCache
 from specter_runtime.layers import Angles, RotaryEmbedding, attend, rms_norm, rotate, swiglu
 from specter_runtime.moe import Routing, mix_experts, route
 
-EXPERT_ROLES = ("gate_proj", "up_proj", "down_proj")
-COMMON_ROLES = ("embed_tokens", "norm", "lm_head")
-
 
 def dense_shapes(config: ModelConfig, layer: int | None) -> dict[str, tuple[int, ...]]:
     """Roles and shapes of the resident tensors of a layer, or of no layer (``None``)."""

@@ -45,6 +45,11 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
+def align_up(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole blocks of ``ALIGNMENT``."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """Where a tensor lies: offsets are absolute within the file."""

@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specter_runtime.config import ModelConfig
-from specter_runtime.errors import CheckpointError
-
 from specter_build.architectures.family import Architecture
 from specter_build.architectures.mixtral import MIXTRAL
 from specter_build.architectures.olmoe import OLMOE
 from specter_build.architectures.qwen3_moe import QWEN3_MOE
+from specter_runtime.config import ModelConfig
+from specter_runtime.errors import CheckpointError
 
 __all__ = ["ARCHITECTURES", "Architecture", "find_architecture", "read_config"]
 
