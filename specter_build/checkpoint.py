@@ -21,15 +21,15 @@ import torch
 from safetensors import safe_open
 
 from specter_build.architectures import Architecture, find_architecture, read_config
-from specter_runtime.config import ModelConfig
+from specter_runtime.config import DType, ModelConfig
 from specter_runtime.errors import CheckpointError, name_list
 from specter_runtime.experts import PROJECTIONS, ExpertKey, ExpertWeights, expert_shapes
-from specter_runtime.model import dense_shapes
+from specter_runtime.roles import dense_shapes
 from specter_runtime.shards import Header, TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-SUPPORTED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+SUPPORTED_DTYPES: dict[str, DType] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 CARRIED_FILES = (
     "config.json",
     "generation_config.json",

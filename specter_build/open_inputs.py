@@ -24,7 +24,7 @@ from specter_build.plan_placement import CANDIDATES
 from specter_build.recipe import Recipe
 from specter_runtime import __version__
 from specter_runtime.bundle_loader import file_sha256
-from specter_runtime.config import ModelConfig
+from specter_runtime.config import DType, ModelConfig
 from specter_runtime.errors import CapacityError, RecipeError
 from specter_runtime.experts import expert_nbytes
 from specter_runtime.manifest import FORMAT_VERSION, FileEntry
@@ -46,7 +46,7 @@ class Inputs:
     calibration: CalibrationText
     sequences: torch.Tensor
     source_files: dict[str, FileEntry]
-    dtype: str
+    dtype: DType
     memory: dict[int, MemoryUse]
 
     @property

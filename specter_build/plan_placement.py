@@ -17,7 +17,7 @@ import torch
 
 from specter_build.fidelity import expected_acceptance_length
 from specter_build.recipe import HardwareRecipe
-from specter_runtime.config import ModelConfig
+from specter_runtime.config import DType, ModelConfig
 from specter_runtime.eviction import choose_victim
 from specter_runtime.experts import ExpertKey, expert_nbytes
 from specter_runtime.manifest import FORMAT_VERSION, Plan
@@ -126,7 +126,7 @@ def plan_placement(
     memory_by_candidate: Mapping[int, MemoryUse],
     evidence: Evidence,
     hardware: HardwareRecipe,
-    dtype: str,
+    dtype: DType,
     max_context_tokens: int,
 ) -> Plan:
     """Choose the number of draft tokens with the least predicted TPOT; 0 competes like the others.

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints and recipes for tests; transformers writes them, nothing is downloaded."""
+"""Tiny random checkpoints and recipes for tests; transformers writes them."""
 
 from __future__ import annotations
 

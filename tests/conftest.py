@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from specter_build.pipeline import build
 from specter_build.recipe import Recipe
-
 from tests.checkpoints import make_checkpoint, recipe_dict
 
 REPOSITORY = Path(__file__).resolve().parent.parent

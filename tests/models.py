@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from specter_build.checkpoint import Checkpoint
 from specter_runtime.config import ModelConfig
 from specter_runtime.experts import ExpertKey, ExpertProvider, ExpertWeights, ResidentExperts
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
-
 from tests.checkpoints import make_checkpoint
+
+# On tensors this small, threads only wait for each other: a build takes four times as long.
+torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)

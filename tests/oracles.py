@@ -1,4 +1,4 @@
-"""Slow, obvious re-implementations in numpy float64, written from papers; they import nothing of ours.
+"""Slow, obvious re-implementations in float64, written from papers; they import nothing of ours.
 
 Shapes: ``T`` rows, ``S`` positions seen, ``H`` query heads, ``G`` key/value heads, ``C`` width of a
 head, ``D`` hidden size, ``E`` experts, ``K`` experts per token, ``V`` vocabulary.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ Array = npt.NDArray[np.float64]
 Distribution = Callable[[tuple[int, ...]], Sequence[float]]
 """Tokens drawn so far -> probability of each next token."""
 
-UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Largest relative error of one rounding to nearest: half of the gap between 1 and its successor."""
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8}
+"""Largest relative error of one rounding to nearest: half the gap between 1 and its successor."""
 
 
 def gamma(num_roundings: float, dtype: str = "float32") -> float:
@@ -84,17 +84,26 @@ def swiglu(hidden: Array, gate_proj: Array, up_proj: Array, down_proj: Array) ->
 def swiglu_error(
     hidden: Array, gate_proj: Array, up_proj: Array, down_proj: Array, dtype: str = "float32"
 ) -> Array:
-    """A bound on the error of ``swiglu`` in ``dtype``, to first order in the unit roundoff.
+    """A bound on the error of ``swiglu`` whose results are rounded to ``dtype``, to first order.
 
-    A product of length n is off by gamma(n) times the product of magnitudes; |silu(x)| <= |x| and
-    |silu'| < 1.1, so an error passes the activation at most 1.1 times as large, and evaluating it
-    takes no more than 4 roundings (exp, 1 + x, quotient, and the result's own).
+    Products are summed in float32 in any case: gamma(n) times the product of magnitudes; what is
+    stored is rounded once. As |silu'| < 1.1, an error passes the activation at most 1.1 times as
+    large, and evaluating it takes no more than 4 roundings (exp, 1 + x, quotient, its own).
     """
-    size = np.abs(hidden)
-    gate, up = size @ np.abs(gate_proj).T, size @ np.abs(up_proj).T
-    product = gate * up
-    steps = (1.1 + 1) * gamma(hidden.shape[-1] + 1, dtype) + gamma(4 + 1, dtype)
-    return (product * (steps + gamma(gate_proj.shape[0] + 1, dtype))) @ np.abs(down_proj).T
+    rounding = gamma(1, dtype)
+
+    def product(left: Array, left_error: Array | float, right: Array) -> Array:
+        sizes = np.abs(left) @ np.abs(right).T
+        error: Array = left_error @ np.abs(right).T if isinstance(left_error, np.ndarray) else 0.0
+        return error + gamma(left.shape[-1]) * sizes + rounding * np.abs(left @ right.T)
+
+    gate, up = hidden @ gate_proj.T, hidden @ up_proj.T
+    activated = gate / (1 + np.exp(-gate))
+    activated_error = 1.1 * product(hidden, 0.0, gate_proj) + gamma(4, dtype) * np.abs(activated)
+    inner = activated * up
+    inner_error = np.abs(activated) * product(hidden, 0.0, up_proj)
+    inner_error += np.abs(up) * activated_error + rounding * np.abs(inner)
+    return product(inner, inner_error, down_proj)
 
 
 def route(
@@ -132,6 +141,58 @@ def mix_experts(
     return out
 
 
+def decoder_logits(
+    token_ids: Sequence[int], tensors: Mapping[str, Array], config: Mapping[str, Any]
+) -> Array:
+    """Logits ``[T, V]`` of a whole decoder over tensors named as in transformers' memory.
+
+    Queries and keys are normed over all heads or head by head, as the norm's width says; a layer
+    without router is dense.
+    """
+    width, eps = config["head_dim"], config["rms_norm_eps"]
+    hidden = tensors["model.embed_tokens.weight"][list(token_ids)]
+    for layer in range(config["num_hidden_layers"]):
+        t = {
+            name.removeprefix(f"model.layers.{layer}."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"model.layers.{layer}.")
+        }
+        normed = rms_norm(hidden, t["input_layernorm.weight"], eps)
+
+        def heads(name: str, t: Mapping[str, Array] = t, normed: Array = normed) -> Array:
+            out = normed @ t[f"self_attn.{name}_proj.weight"].T
+            out = out + t.get(f"self_attn.{name}_proj.bias", 0.0)
+            norm = t.get(f"self_attn.{name}_norm.weight")
+            if norm is not None and len(norm) != width:
+                out = rms_norm(out, norm, eps)
+            if config.get("clip_qkv") is not None:
+                out = np.clip(out, -config["clip_qkv"], config["clip_qkv"])
+            out = out.reshape(len(token_ids), -1, width)
+            return rms_norm(out, norm, eps) if norm is not None and len(norm) == width else out
+
+        positions, theta = range(len(token_ids)), config["rope_theta"]
+        queries, keys = (rotate(heads(name), positions, theta) for name in "qk")
+        attended = attention(queries, keys, heads("v"))
+        hidden = hidden + attended @ t["self_attn.o_proj.weight"].T
+        hidden = hidden + t.get("self_attn.o_proj.bias", 0.0)
+        normed = rms_norm(hidden, t["post_attention_layernorm.weight"], eps)
+        if "mlp.gate.weight" in t:
+            routing = route(
+                normed,
+                t["mlp.gate.weight"],
+                config["num_experts_per_tok"],
+                config["norm_topk_prob"],
+            )
+            fused, down = t["mlp.experts.gate_up_proj"], t["mlp.experts.down_proj"]
+            experts = [(*np.split(fused[e], 2), down[e]) for e in range(len(fused))]
+            hidden = hidden + mix_experts(normed, *routing, experts)
+        else:
+            dense = (t[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            hidden = hidden + swiglu(normed, *dense)
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    return rms_norm(hidden, tensors["model.norm.weight"], eps) @ head.T
+
+
 def filtered_probabilities(
     logits: Sequence[float], temperature: float, top_k: int, top_p: float
 ) -> list[float]:
@@ -147,7 +208,7 @@ def filtered_probabilities(
         kept = {i for i in kept if scaled[i] >= edge}
     if top_p < 1:
         probabilities = _normalized(scaled, kept)
-        ranked = sorted(kept, key=lambda i: (-probabilities[i], i))
+        ranked = sorted(kept, key=lambda i: (-scaled[i], i))
         kept, mass = set(), 0.0
         for token in ranked:
             kept.add(token)
@@ -165,7 +226,7 @@ def _normalized(scaled: Sequence[float], kept: Collection[int]) -> list[float]:
 
 
 def top_p_margin(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> float:
-    """Distance of ``top_p`` from the nearest sum of most probable tokens, where rounding decides."""
+    """Distance of ``top_p`` from the nearest sum of most probable tokens, where rounding rules."""
     probabilities = sorted(filtered_probabilities(logits, temperature, top_k, 1.0), reverse=True)
     return min(abs(mass - top_p) for mass in itertools.accumulate(probabilities))
 

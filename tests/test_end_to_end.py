@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from specter_runtime.config import RuntimeConfig
 from specter_runtime.session import Session
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = ("def fibonacci(n):\n", "import os\n\nclass ", "    for name in names:\n")
 NUM_TOKENS = 48

@@ -13,12 +13,12 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from specter_runtime.errors import BundleError, name_list
-from specter_runtime.experts import ExpertKey, PackedExpert, expert_shapes
+from specter_runtime.experts import ExpertKey, PackedExpert, expert_nbytes, expert_shapes
 from specter_runtime.manifest import (
     MANIFEST_FILE,
     PLAN_FILE,
@@ -29,7 +29,8 @@ from specter_runtime.manifest import (
     read_json,
     shard_path,
 )
-from specter_runtime.packed import BITS, PackedTensor
+from specter_runtime.packed import BITS, PackedTensor, packed_forms
+from specter_runtime.roles import dense_shapes
 from specter_runtime.shards import ALIGNMENT, read_header, read_tensors
 
 HASH_CHUNK_BYTES = 1 << 22
@@ -73,8 +74,15 @@ class Bundle:
         """Ids that end generation: from generation_config.json, else from config.json."""
         for name in ("generation_config.json", "config.json"):
             ids = self.json_file(name).get("eos_token_id")
-            if ids is not None:
-                return frozenset([ids] if isinstance(ids, int) else ids)
+            if ids is None:
+                continue
+            listed = ids if isinstance(ids, list) else [ids]
+            if not all(type(token_id) is int for token_id in listed):
+                raise BundleError(
+                    f"{self.root / name}: eos_token_id must be an id or a list of ids, "
+                    f"found {ids!r}"
+                )
+            return frozenset(listed)
         return frozenset()
 
     def verify_hashes(self) -> None:
@@ -101,17 +109,26 @@ class Bundle:
     def _packed_expert(
         self, tensors: dict[str, torch.Tensor], key: ExpertKey, bits: int
     ) -> PackedExpert:
-        draft = self.manifest.draft
+        manifest, draft = self.manifest, self.manifest.draft
+        where = self.root / draft_path(key.layer)
         parts = {}
-        for role, shape in expert_shapes(self.manifest.model).items():
-            name = self.manifest.tensor_names[role].format(layer=key.layer, expert=key.expert)
-            try:
-                zero_points = None if draft.symmetric else tensors[f"{name}.zero_points"]
-                codes, scales = tensors[f"{name}.codes"], tensors[f"{name}.scales"]
-            except KeyError as exc:
-                raise BundleError(
-                    f"{self.root / draft_path(key.layer)}: tensor {exc.args[0]!r} is missing"
-                ) from exc
+        for role, shape in expert_shapes(manifest.model).items():
+            name = manifest.tensor_names[role].format(layer=key.layer, expert=key.expert)
+            suffixes = (
+                ("codes", "scales") if draft.symmetric else ("codes", "scales", "zero_points")
+            )
+            found = [tensors.get(f"{name}.{suffix}") for suffix in suffixes]
+            forms = packed_forms(shape, bits, draft.group_size)
+            for suffix, tensor, (form, dtype) in zip(suffixes, found, forms, strict=False):
+                if tensor is None:
+                    raise BundleError(f"{where}: tensor '{name}.{suffix}' is missing")
+                if tensor.shape != form or tensor.dtype != dtype:
+                    raise BundleError(
+                        f"{where}: tensor '{name}.{suffix}' is {tensor.dtype} "
+                        f"{list(tensor.shape)}, expected {dtype} {list(form)}"
+                    )
+            codes, scales = cast(torch.Tensor, found[0]), cast(torch.Tensor, found[1])
+            zero_points = None if draft.symmetric else found[2]
             parts[role] = PackedTensor(codes, scales, zero_points, shape, bits, draft.group_size)
         return PackedExpert(**parts)
 
@@ -128,14 +145,11 @@ def load_bundle(root: Path, *, verify_hashes: bool = False) -> Bundle:
         raise BundleError(
             f"{root}: no {MANIFEST_FILE}; not a bundle, or one whose build did not finish"
         )
-    try:
-        manifest = Manifest.from_dict(read_json(manifest_path), str(manifest_path))
-        _check_files(root, manifest)
-        plan_path = root / PLAN_FILE
-        plan = Plan.from_dict(read_json(plan_path), str(plan_path))
-        _check_consistency(root, manifest, plan)
-    except (TypeError, ValueError, AttributeError, KeyError) as exc:
-        raise BundleError(f"{root}: malformed manifest or plan: {exc!r}") from exc
+    manifest = Manifest.from_dict(read_json(manifest_path), str(manifest_path))
+    _check_files(root, manifest)
+    plan_path = root / PLAN_FILE
+    plan = Plan.from_dict(read_json(plan_path), str(plan_path))
+    _check_consistency(root, manifest, plan)
     bundle = Bundle(root, manifest, plan)
     if verify_hashes:
         bundle.verify_hashes()
@@ -160,24 +174,62 @@ def _check_files(root: Path, manifest: Manifest) -> None:
 def _check_consistency(root: Path, manifest: Manifest, plan: Plan) -> None:
     """What the manifest says of the model, the draft and the shards fits together."""
     model, where = manifest.model, root / MANIFEST_FILE
-    needed = [model_path(None), *map(model_path, range(model.num_hidden_layers)), PLAN_FILE]
-    needed += [shard_path(i, e) for i in model.moe_layers for e in range(model.num_experts)]
-    missing = [name for name in needed if name not in manifest.files]
-    if missing:
-        raise BundleError(f"{where}: 'files' does not list {name_list(missing)}")
+    keys = [ExpertKey(i, e) for i in model.moe_layers for e in range(model.num_experts)]
     if [len(row) for row in manifest.draft.bits] != [model.num_experts] * len(model.moe_layers):
         raise BundleError(f"{where}: 'draft.bits' must have one number for every routed expert")
     if not {bits for row in manifest.draft.bits for bits in row} <= {0, *BITS}:
         raise BundleError(f"{where}: 'draft.bits' may hold 0 and {BITS} only")
-    if manifest.experts.encoding != "raw":
-        raise BundleError(
-            f"{where}: shard encoding {manifest.experts.encoding!r} is unknown, expected 'raw'"
-        )
-    if manifest.experts.data_start % ALIGNMENT:
-        raise BundleError(f"{where}: shard data must start at a multiple of {ALIGNMENT}")
+    if manifest.draft.group_size < 1:
+        raise BundleError(f"{where}: 'draft.group_size' must be positive")
+    rows = zip(model.moe_layers, manifest.draft.bits, strict=True)
+    needed = [model_path(None), *map(model_path, range(model.num_hidden_layers)), PLAN_FILE]
+    needed += [draft_path(layer) for layer, row in rows if any(row)]
+    needed += [shard_path(*key) for key in keys]
+    missing = [name for name in needed if name not in manifest.files]
+    if missing:
+        raise BundleError(f"{where}: 'files' does not list {name_list(missing)}")
+    _check_shards(where, manifest, keys)
+    _check_names(where, manifest)
     for layer, expert in plan.initial_residents:
-        if layer not in model.moe_layers or not 0 <= expert < model.num_experts:
+        if ExpertKey(layer, expert) not in set(keys):
             raise BundleError(f"{root / PLAN_FILE}: no expert {expert} in layer {layer}")
+
+
+def _check_shards(where: Path, manifest: Manifest, keys: list[ExpertKey]) -> None:
+    shards = manifest.experts
+    if shards.encoding != "raw":
+        raise BundleError(f"{where}: shard encoding {shards.encoding!r} is unknown, expected 'raw'")
+    if shards.data_start % ALIGNMENT:
+        raise BundleError(f"{where}: shard data must start at a multiple of {ALIGNMENT}")
+    expected = expert_nbytes(manifest.model, shards.dtype)
+    if shards.nbytes != expected:
+        raise BundleError(
+            f"{where}: 'experts.nbytes' is {shards.nbytes}, the model's experts have {expected}"
+        )
+    size = shards.data_start + shards.nbytes
+    wrong = [
+        name for name in (shard_path(*key) for key in keys) if manifest.files[name].nbytes != size
+    ]
+    if wrong:
+        raise BundleError(f"{where}: shards must have {size} bytes: {name_list(wrong)}")
+
+
+def _check_names(where: Path, manifest: Manifest) -> None:
+    """Every role that the model needs has a template that gives a name."""
+    model = manifest.model
+    roles: set[str] = set(expert_shapes(model))
+    for layer in (None, *range(model.num_hidden_layers)):
+        roles |= dense_shapes(model, layer).keys()
+    for role in sorted(roles):
+        template = manifest.tensor_names.get(role)
+        try:
+            if template is None:
+                raise KeyError(role)
+            template.format(layer=0, expert=0)
+        except (KeyError, IndexError, ValueError) as exc:
+            raise BundleError(
+                f"{where}: 'tensor_names' has no usable template for {role!r}: {template!r}"
+            ) from exc
 
 
 def file_sha256(path: Path) -> str:

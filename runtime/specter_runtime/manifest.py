@@ -17,10 +17,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from specter_runtime.config import ModelConfig
+from specter_runtime.config import DType, ModelConfig
 from specter_runtime.errors import BundleError, name_list
+
+Record = TypeVar("Record")
 
 FORMAT = "specter-bundle"
 FORMAT_VERSION = 1
@@ -61,7 +64,7 @@ class ExpertFormat:
         nbytes: bytes of data in every shard.
     """
 
-    dtype: str
+    dtype: DType
     encoding: str
     data_start: int
     nbytes: int
@@ -83,7 +86,7 @@ class Manifest:
     format_version: int
     model: ModelConfig
     tensor_names: dict[str, str]
-    checkpoint_dtype: str
+    checkpoint_dtype: DType
     draft: DraftFormat
     experts: ExpertFormat
     files: dict[str, FileEntry]
@@ -108,25 +111,10 @@ class Manifest:
                 f"{where}: format version {raw.get('format_version')!r}; this runtime reads "
                 f"version {FORMAT_VERSION}. Build the bundle again with a matching specter-build."
             )
-        parts = dict(_known_keys(cls, raw, where))
-        model = dict(_known_keys(ModelConfig, parts["model"], f"{where}: model"))
-        model["dense_layers"] = tuple(model["dense_layers"])
-        draft = dict(_known_keys(DraftFormat, parts["draft"], f"{where}: draft"))
-        draft["bits"] = tuple(tuple(row) for row in draft["bits"])
-        parts["model"] = ModelConfig(**model)
-        parts["draft"] = DraftFormat(**draft)
-        parts["experts"] = ExpertFormat(
-            **_known_keys(ExpertFormat, parts["experts"], f"{where}: experts")
-        )
-        parts["unhashed_files"] = tuple(parts["unhashed_files"])
-        for key in ("files", "source_files"):
-            parts[key] = {
-                name: FileEntry(**_known_keys(FileEntry, entry, f"{where}: {key}: {name}"))
-                for name, entry in parts[key].items()
-            }
-        for name in (*parts["files"], *parts["unhashed_files"]):
+        manifest = parse_record(cls, raw, where)
+        for name in (*manifest.files, *manifest.unhashed_files):
             check_inside(name, where)
-        return cls(**parts)
+        return manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +135,7 @@ class Plan:
     format_version: int
     memory_budget_bytes: int
     max_context_tokens: int
-    dtype: str
+    dtype: DType
     num_slots: int
     num_draft_tokens: int
     initial_residents: tuple[tuple[int, int], ...]
@@ -161,30 +149,62 @@ class Plan:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str) -> Plan:
         """Parse and check; raises ``BundleError`` naming ``where`` and the key."""
-        parts = dict(_known_keys(cls, raw, where))
-        parts["initial_residents"] = tuple(
-            (int(layer), int(expert)) for layer, expert in parts["initial_residents"]
-        )
-        return cls(**parts)
+        if raw.get("format_version") != FORMAT_VERSION:
+            raise BundleError(
+                f"{where}: format version {raw.get('format_version')!r}, expected {FORMAT_VERSION}"
+            )
+        return parse_record(cls, raw, where)
 
 
-def _known_keys(cls: type, raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """``raw`` if its keys are exactly the fields of ``cls``."""
+def parse_record(cls: type[Record], raw: object, where: str) -> Record:
+    """A frozen dataclass from JSON: exactly its keys, each of its declared type.
+
+    Raises:
+        BundleError: naming ``where``, the key path, what was expected and what was found.
+    """
     if not isinstance(raw, Mapping):
         raise BundleError(f"{where}: expected an object, found {type(raw).__name__}")
-    expected = {f.name for f in dataclasses.fields(cls)}
+    hints = get_type_hints(cls)
+    expected = {f.name for f in dataclasses.fields(cast(Any, cls))}
     missing, unknown = sorted(expected - raw.keys()), sorted(raw.keys() - expected)
     if missing:
         raise BundleError(f"{where}: missing {name_list(missing)}")
     if unknown:
         raise BundleError(f"{where}: unknown {name_list(unknown)}")
-    return raw
+    return cls(**{name: _convert(raw[name], hints[name], f"{where}: {name}") for name in expected})
+
+
+def _convert(value: object, kind: Any, where: str) -> Any:
+    """``value`` as a field of type ``kind``; lists become tuples, objects become records."""
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return parse_record(cast(type, kind), value, where)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:  # of one type and None, that is all there is
+        return None if value is None else _convert(value, arguments[0], where)
+    if origin is Literal and value in arguments and type(value) is type(arguments[0]):
+        return value
+    if origin is tuple and isinstance(value, list):
+        kinds = arguments if arguments[-1] is not Ellipsis else arguments[:1] * len(value)
+        if len(kinds) == len(value):
+            pairs = enumerate(zip(value, kinds, strict=True))
+            return tuple(_convert(item, kind, f"{where}[{i}]") for i, (item, kind) in pairs)
+    if origin is dict and isinstance(value, Mapping):
+        return {key: _convert(item, arguments[1], f"{where}: {key}") for key, item in value.items()}
+    if kind is float and type(value) in (int, float):
+        return float(cast(float, value))
+    if origin is None and type(value) is kind:
+        return value
+    name = str(kind) if origin is not None else kind.__name__
+    raise BundleError(f"{where}: expected {name}, found {value!r:.80}")
 
 
 def check_inside(name: str, where: str) -> None:
     """Refuse a path that is absolute or leaves the bundle."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
+    odd = any(character in name for character in "\\\0")
+    if path.is_absolute() or ".." in path.parts or odd or not path.parts:
         raise BundleError(f"{where}: path {name!r} leaves the bundle")
 
 
@@ -194,7 +214,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text("utf-8"))
     except OSError as exc:
         raise BundleError(f"{path}: cannot be read: {exc.strerror}") from exc
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise BundleError(f"{path}: not valid JSON: {exc}") from exc
     if not isinstance(raw, dict):
         raise BundleError(f"{path}: expected a JSON object, found {type(raw).__name__}")

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from specter_runtime.config import DTYPE_BYTES, ModelConfig
 from specter_runtime.errors import CapacityError
 from specter_runtime.experts import expert_shapes
-from specter_runtime.model import dense_shapes
 from specter_runtime.packed import packed_nbytes
+from specter_runtime.roles import FLOAT32_ROLES, dense_shapes
 from specter_runtime.units import format_bytes
 
 
@@ -74,7 +74,7 @@ def divide_budget(
     draft = draft_nbytes(config, draft_bits, group_size, symmetric)
     kv_cache = config.kv_bytes_per_token(dtype) * max_context_tokens
     buffers = buffer_nbytes(
-        config, dtype, max_context_tokens, prompt_chunk_tokens, num_draft_tokens
+        config, dtype, max_context_tokens, prompt_chunk_tokens, num_draft_tokens + 1
     )
     fixed = dense + draft + kv_cache + buffers
     minimum = fixed + config.num_experts_per_tok * slot_bytes
@@ -96,7 +96,7 @@ def dense_nbytes(config: ModelConfig, dtype: str) -> int:
     total = 0
     for layer in (None, *range(config.num_hidden_layers)):
         for role, shape in dense_shapes(config, layer).items():
-            total += math.prod(shape) * (4 if role == "router" else DTYPE_BYTES[dtype])
+            total += math.prod(shape) * (4 if role in FLOAT32_ROLES else DTYPE_BYTES[dtype])
     return total
 
 
@@ -125,14 +125,17 @@ def buffer_nbytes(
 
     The largest of two moments. A prompt chunk of T rows: hidden states, their norm, the float32 sum
     of experts and its rounded copy (4 D wide), queries, keys and values twice (before and after
-    rotation), routing; a boolean mask over the context; and one expert's gate, up and product. A
-    window of K + 1 rows: float32 logits and their float64 probabilities, twice (draft and target).
-    To either, one expert in the compute dtype: a stand-in and its float32 intermediate.
+    rotation), routing, the chosen experts' outputs in float32; a mask over the context, boolean and
+    in the compute dtype; and one expert's gate, up and product. A window of K + 1 rows: float32
+    logits and their float64 probabilities, twice (draft and target), and for one row what top-k and
+    top-p take (sorted values, order, sums and masks: 56 bytes a token). To either, one expert in
+    the compute dtype: a stand-in and its float32 intermediate.
     """
     c, itemsize = config, DTYPE_BYTES[dtype]
     heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
     row_bytes = 4 * 4 * c.hidden_size + 2 * itemsize * heads + 8 * c.num_experts
+    row_bytes += 4 * c.hidden_size * c.num_experts_per_tok
     row_bytes += 3 * itemsize * max(c.moe_intermediate_size, c.intermediate_size or 0)
-    prompt = prompt_rows * (row_bytes + max_context_tokens)
-    window = window_rows * c.vocab_size * (4 + 8) * 2
+    prompt = prompt_rows * (row_bytes + max_context_tokens * (1 + itemsize))
+    window = (window_rows * (4 + 8) * 2 + 56) * c.vocab_size
     return max(prompt, window) + c.expert_num_weights * (itemsize + 4)

@@ -23,38 +23,7 @@ from specter_runtime.experts import ExpertProvider
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.layers import Angles, RotaryEmbedding, attend, rms_norm, rotate, swiglu
 from specter_runtime.moe import Routing, mix_experts, route
-
-
-def dense_shapes(config: ModelConfig, layer: int | None) -> dict[str, tuple[int, ...]]:
-    """Roles and shapes of the resident tensors of a layer, or of no layer (``None``)."""
-    c, hidden = config, (config.hidden_size,)
-    if layer is None:
-        vocabulary = (c.vocab_size, c.hidden_size)
-        shapes: dict[str, tuple[int, ...]] = {"embed_tokens": vocabulary, "norm": hidden}
-        return shapes if c.tie_word_embeddings else {**shapes, "lm_head": vocabulary}
-    query_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    shapes = {
-        "input_layernorm": hidden,
-        "q_proj": (query_size, c.hidden_size),
-        "k_proj": (kv_size, c.hidden_size),
-        "v_proj": (kv_size, c.hidden_size),
-        "o_proj": (c.hidden_size, query_size),
-        "post_attention_layernorm": hidden,
-    }
-    if c.attention_bias:
-        shapes |= {"q_proj_bias": (query_size,), "k_proj_bias": (kv_size,)}
-        shapes |= {"v_proj_bias": (kv_size,), "o_proj_bias": hidden}
-    if c.qk_norm == "head":
-        shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
-    elif c.qk_norm == "full":
-        shapes |= {"q_norm": (query_size,), "k_norm": (kv_size,)}
-    if layer in c.dense_layers:
-        wide = (c.intermediate_size or 0, c.hidden_size)
-        shapes |= {"dense_gate_proj": wide, "dense_up_proj": wide}
-        shapes |= {"dense_down_proj": (wide[1], wide[0])}
-    else:
-        shapes["router"] = (c.num_experts, c.hidden_size)
-    return shapes
+from specter_runtime.roles import FLOAT32_ROLES, dense_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +180,7 @@ def bind(
     """Role -> tensor of one layer (or of no layer) in the compute dtype, routers in float32."""
     return {
         role: tensors[tensor_names[role].format(layer=layer)].to(
-            torch.float32 if role == "router" else dtype
+            torch.float32 if role in FLOAT32_ROLES else dtype
         )
         for role in dense_shapes(config, layer)
     }

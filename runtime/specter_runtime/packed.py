@@ -53,6 +53,16 @@ def packed_nbytes(shape: tuple[int, int], bits: int, group_size: int, symmetric:
     return num_rows * (-(-num_columns // 8) * bits + groups * (2 if symmetric else 3))
 
 
+def packed_forms(
+    shape: tuple[int, int], bits: int, group_size: int
+) -> tuple[tuple[tuple[int, int], torch.dtype], ...]:
+    """Shape and dtype of codes, scales and zero points of a weight of this shape."""
+    num_rows, num_columns = shape
+    groups = (num_rows, -(-num_columns // group_size))
+    codes = (num_rows, -(-num_columns // 8) * bits)
+    return ((codes, torch.uint8), (groups, torch.bfloat16), (groups, torch.uint8))
+
+
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack uint8 codes ``[N, M]`` below ``2 ** bits`` into a bit stream ``[N, ceil(M/8)*bits]``.
 

@@ -143,6 +143,7 @@ class Session:
             _prefetcher=prefetcher,
         )
 
+    @torch.inference_mode()  # left at each yield: it does not leak into the caller
     def generate_ids(
         self,
         prompt_ids: Sequence[int],
@@ -172,12 +173,11 @@ class Session:
             sampling or SamplingConfig(),
         )
         before = None
-        with torch.inference_mode():
-            for token_ids in decoder.generate(prompt_ids, limits):
-                before = before or self._cache.stats()  # the prompt's own loads are not counted
-                self.stats = decoder.stats
-                self.stats.cache = self._cache.stats().since(before)
-                yield from token_ids
+        for token_ids in decoder.generate(prompt_ids, limits):
+            before = before or self._cache.stats()  # the prompt's own loads are not counted
+            self.stats = decoder.stats
+            self.stats.cache = self._cache.stats().since(before)
+            yield from token_ids
 
     def stream(
         self,

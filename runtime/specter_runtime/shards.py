@@ -103,7 +103,7 @@ def read_header(path: Path, error: type[SpecterError]) -> Header:
         raise error(f"{path}: cannot be read: {exc.strerror}") from exc
     try:
         raw = json.loads(text.decode("utf-8"))
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise error(f"{path}: header is not JSON: {exc}") from exc
     if not isinstance(raw, dict):
         raise error(f"{path}: header must be a JSON object, found {type(raw).__name__}")

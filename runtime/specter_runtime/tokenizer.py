@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
@@ -33,6 +34,9 @@ class Tokenizer:
             self._tokenizer = FastTokenizer.from_file(str(path))
         except Exception as exc:  # tokenizers raises bare Exception
             raise SpecterError(f"{path}: cannot be read as a tokenizer: {exc}") from exc
+        # A prompt is taken whole: settings that a training run left behind must not cut or pad it.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._folder = folder
         self._config = self._read_config(folder / "tokenizer_config.json")
 
@@ -85,29 +89,29 @@ class Tokenizer:
             SpecterError: there is no chat template, or it refuses the messages.
         """
         template = self._chat_template()
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _raise_template_error
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        environment = _template_environment()
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: self._special_token(name) for name in names}
         try:
             text = environment.from_string(template).render(
                 messages=list(messages), add_generation_prompt=True, **special
             )
-        except jinja2.TemplateError as exc:
+        except Exception as exc:  # a template is a program of somebody else
             raise SpecterError(f"{self._folder}: the chat template failed: {exc}") from exc
         return self.encode(text, add_special_tokens=False)
 
     def _chat_template(self) -> str:
         path = self._folder / "chat_template.jinja"
         if path.is_file():
-            return path.read_text("utf-8")
+            try:
+                return path.read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as exc:
+                raise SpecterError(f"{path}: cannot be read: {exc}") from exc
         template = self._config.get("chat_template")
         if isinstance(template, list):  # named templates
-            named = {item["name"]: item["template"] for item in template}
-            template = named.get("default")
+            named = [item for item in template if isinstance(item, dict)]
+            default = (item.get("template") for item in named if item.get("name") == "default")
+            template = next(default, None)
         if not isinstance(template, str):
             raise SpecterError(
                 f"{self._folder}: the model has no chat template; use --prompt instead"
@@ -119,6 +123,47 @@ class Tokenizer:
         if isinstance(token, dict):
             token = token.get("content")
         return token if isinstance(token, str) else ""
+
+
+def _template_environment() -> ImmutableSandboxedEnvironment:
+    """What chat templates are written for: transformers' functions and filters."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+    )
+    environment.globals["raise_exception"] = _raise_template_error
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}`` marks what the assistant says, for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  # declared so by the base class
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The body alone."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja's own filter escapes HTML and sorts keys."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_template_error(message: str) -> NoReturn:

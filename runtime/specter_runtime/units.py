@@ -6,6 +6,7 @@ Called by: cli, memory, specter_build.
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -19,7 +20,7 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?", str(text).strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is not a size; write e.g. 4GiB, 500MB or a number of bytes")
-    return int(float(match[1]) * UNITS[match[2] or ""])
+    return int(Decimal(match[1]) * UNITS[match[2] or ""])
 
 
 def format_bytes(nbytes: float) -> str:

@@ -35,7 +35,7 @@ def find_architecture(raw: Mapping[str, Any], where: str) -> Architecture:
         CheckpointError: the ``model_type`` is unknown.
     """
     model_type = raw.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise CheckpointError(
             f"{where}: model_type {model_type!r} is not supported; known families are {known}"

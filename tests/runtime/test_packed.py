@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from specter_runtime.packed import (
     BITS,
     PackedTensor,
@@ -102,7 +103,7 @@ def test_layout_of_a_known_row(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_bytes_equal_the_int32_packing_of_compressed_tensors(bits: int) -> None:
-    """"pack-quantized": 32 // bits codes in an int32, first code lowest, rows padded with zeros.
+    """ "pack-quantized": 32 // bits codes in an int32, first code lowest, rows padded with zeros.
 
     An int32 holds 4 codes of 8 bits, a row here is padded to 8: the two agree on whole eights.
     """

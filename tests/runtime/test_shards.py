@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
 from specter_runtime.errors import BundleError, CheckpointError, SpecterError
 from specter_runtime.shards import (
     ALIGNMENT,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from specter_build.recipe import Recipe, load_recipe
 from specter_runtime.errors import RecipeError
 from specter_runtime.units import parse_bytes
@@ -207,6 +208,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         ("calibration.sequence_length", "64"),
         ("calibration.seed", 1.5),
         ("plan.memory_budget", True),
+        ("plan.memory_budget", 1.5),
         ("plan.memory_budget", [1]),
         ("plan.num_draft_tokens", "4"),
         ("plan.num_draft_tokens", True),
@@ -364,7 +366,6 @@ def test_override_is_checked_like_the_file(tmp_path: Path, override: str, messag
         ("123", 123),
         ("123B", 123),
         (1_000_000, 1_000_000),
-        (2**53 + 1, 2**53 + 1),
     ],
 )
 def test_sizes_are_bytes_with_decimal_or_binary_units(

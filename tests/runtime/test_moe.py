@@ -1,0 +1,213 @@
+"""One routed layer: routing and mixing against oracles, and what must not change a bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specter_runtime.experts import ExpertKey, ExpertWeights, ResidentExperts
+from specter_runtime.moe import Routing, mix_experts, renormalize, route
+from tests import oracles
+from tests.models import ShuffledExperts, same_bits
+from tests.oracles import array, gamma
+
+LAYER, NUM_EXPERTS, TOP_K, HIDDEN, WIDE = 3, 6, 3, 24, 20
+SETTINGS = settings(deadline=None, max_examples=25)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_experts(dtype: torch.dtype = torch.float32) -> dict[ExpertKey, ExpertWeights]:
+    return {
+        ExpertKey(LAYER, expert): ExpertWeights(
+            randn(WIDE, HIDDEN, seed=3 * expert, dtype=dtype),
+            randn(WIDE, HIDDEN, seed=3 * expert + 1, dtype=dtype),
+            randn(HIDDEN, WIDE, seed=3 * expert + 2, dtype=dtype),
+        )
+        for expert in range(NUM_EXPERTS)
+    }
+
+
+def make_block(
+    num_rows: int, seed: int = 100, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, Routing]:
+    hidden = randn(num_rows, HIDDEN, seed=seed, dtype=dtype)
+    return hidden, route(hidden, randn(NUM_EXPERTS, HIDDEN, seed=99), TOP_K, True, LAYER)
+
+
+def as_arrays(experts: dict[ExpertKey, ExpertWeights]) -> list[tuple[oracles.Array, ...]]:
+    return [
+        tuple(map(array, (weights.gate_proj, weights.up_proj, weights.down_proj)))
+        for weights in experts.values()
+    ]
+
+
+# ---- routing --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("num_experts_per_tok", [1, 2, NUM_EXPERTS])
+def test_routing_equals_oracle(num_experts_per_tok: int, norm_topk_prob: bool) -> None:
+    hidden, router = randn(7, HIDDEN, seed=1), randn(NUM_EXPERTS, HIDDEN, seed=2)
+    routing = route(hidden, router, num_experts_per_tok, norm_topk_prob, LAYER)
+    selected, weights = oracles.route(
+        array(hidden), array(router), num_experts_per_tok, norm_topk_prob
+    )
+    assert routing.layer == LAYER
+    np.testing.assert_array_equal(routing.selected_experts.numpy(), selected)
+    # A logit is off by gamma(D) times the product of magnitudes; the exponential makes a relative
+    # error of it, in numerator and denominator; exp, the sum over E, quotient, and the sum over K
+    # and quotient of the renormalization are roundings. Renormalizing doubles what came before.
+    sizes = np.abs(array(hidden)) @ np.abs(array(router)).T
+    bound = 2 * (2 * gamma(HIDDEN) * sizes.max() + gamma(2 * NUM_EXPERTS + 6))
+    np.testing.assert_allclose(routing.routing_weights.numpy(), weights, rtol=bound)
+    assert bound < 1e-3
+
+
+def test_weights_sum_to_one_only_when_renormalized() -> None:
+    hidden, router = randn(7, HIDDEN, seed=1), 0.1 * randn(NUM_EXPERTS, HIDDEN, seed=2)
+    renormalized, raw = (
+        route(hidden, router, TOP_K, norm_topk_prob, LAYER).routing_weights.sum(-1)
+        for norm_topk_prob in (True, False)
+    )
+    assert (renormalized - 1).abs().max() <= gamma(2 * TOP_K)  # K quotients, and their sum
+    assert raw.max() < 0.95
+
+
+def test_router_logits_are_not_rounded_to_bfloat16() -> None:
+    """Two experts whose logits differ by less than bfloat16 can tell keep their order."""
+    hidden = torch.ones(1, HIDDEN, dtype=torch.bfloat16)
+    router = torch.full((NUM_EXPERTS, HIDDEN), 1.0)
+    router[4] += 2**-12
+    logits = hidden.float() @ router.T
+    assert torch.equal(logits.to(torch.bfloat16).unique(), torch.tensor([24.0]).bfloat16())
+    routing = route(hidden, router, 1, False, LAYER)
+    assert routing.selected_experts.tolist() == [[4]]
+    assert routing.routing_weights.dtype == torch.float32
+
+
+def test_expert_ids_are_distinct_and_ascending() -> None:
+    routing = Routing(0, torch.tensor([[5, 2], [2, 0], [5, 0]]), torch.ones(3, 2))
+    assert routing.expert_ids() == [0, 2, 5]
+
+
+# ---- mixing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left_out", [frozenset(), frozenset({1}), frozenset({0, 4, 5})])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mixture_equals_oracle(dtype: str, left_out: frozenset[int]) -> None:
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    experts = make_experts(torch_dtype)
+    hidden, routing = make_block(9, dtype=torch_dtype)
+    [mixed] = mix_experts([hidden], [routing], ShuffledExperts(experts, left_out=left_out))
+    selected, weights = routing.selected_experts.numpy(), array(routing.routing_weights)
+    arguments = (array(hidden), selected, weights, as_arrays(experts), left_out)
+    expected = oracles.mix_experts(*arguments)
+    # Each expert's output is off by its own bound; scaling its weight takes two sums over K, a
+    # quotient and a product, adding it up K more roundings; the result is rounded to the dtype.
+    # ``sizes`` is the mixture of the outputs' magnitudes.
+    own = oracles.mix_experts(*arguments, lambda *x: oracles.swiglu_error(*x, dtype))
+    sizes = oracles.mix_experts(*arguments, lambda *x: np.abs(oracles.swiglu(*x)))
+    bound = 1.01 * own + gamma(3 * TOP_K + 3) * sizes + gamma(1, dtype) * np.abs(expected)
+    assert mixed.dtype == torch_dtype
+    assert np.all(np.abs(array(mixed) - expected) <= bound)
+    assert bound.mean() < (0.3 if dtype == "bfloat16" else 1e-4) * np.abs(expected).mean()
+
+
+@SETTINGS
+@given(seed=st.integers(0, 2**32), block_sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_arrival_order_does_not_change_a_bit(seed: int, block_sizes: list[int]) -> None:
+    experts = make_experts()
+    blocks, routings = zip(
+        *(make_block(size, seed=i) for i, size in enumerate(block_sizes)), strict=True
+    )
+    in_order = mix_experts(blocks, routings, ResidentExperts(experts))
+    shuffled = mix_experts(blocks, routings, ShuffledExperts(experts, seed))
+    assert same_bits(in_order, shuffled)
+
+
+def test_a_block_does_not_depend_on_the_blocks_beside_it() -> None:
+    experts = make_experts()
+    blocks, routings = zip(*(make_block(size, seed=size) for size in (1, 4, 2)), strict=True)
+    together = mix_experts(blocks, routings, ResidentExperts(experts))
+    alone = [
+        mix_experts([block], [routing], ResidentExperts(experts))[0]
+        for block, routing in zip(blocks, routings, strict=True)
+    ]
+    assert same_bits(together, alone)
+
+
+def test_each_expert_is_asked_for_once_for_all_blocks() -> None:
+    provider = ShuffledExperts(make_experts())
+    blocks, routings = zip(*(make_block(3, seed=seed) for seed in range(4)), strict=True)
+    mix_experts(blocks, routings, provider)
+    wanted = sorted({expert for routing in routings for expert in routing.expert_ids()})
+    assert provider.asked == [(LAYER, wanted)]
+
+
+def test_experts_that_nobody_chose_are_not_asked_for() -> None:
+    hidden, _ = make_block(2)
+    routing = Routing(LAYER, torch.tensor([[4, 1], [1, 4]]), torch.full((2, 2), 0.5))
+    provider = ShuffledExperts(make_experts())
+    mix_experts([hidden], [routing], provider)
+    assert provider.asked == [(LAYER, [1, 4])]
+
+
+def test_expert_outputs_are_summed_in_float32() -> None:
+    """1 + 2**-9 - 1 is 2**-9 in float32; in bfloat16 the middle sum would round to 1."""
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16)
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    silu_of_one = float(torch.nn.functional.silu(one))
+    experts = {
+        ExpertKey(LAYER, expert): ExpertWeights(one, one, output * one)
+        for expert, output in enumerate((1.0, 2.0**-9, -1.0))
+    }
+    routing = Routing(LAYER, torch.tensor([[0, 1, 2]]), torch.ones(1, 3))
+    [mixed] = mix_experts([hidden], [routing], ResidentExperts(experts))
+    assert mixed.item() == silu_of_one * 2.0**-9
+
+
+# ---- leaving out ----------------------------------------------------------------------------
+
+
+def test_a_row_none_of_whose_experts_is_served_gets_zeros() -> None:
+    hidden, _ = make_block(2)
+    routing = Routing(LAYER, torch.tensor([[0, 1], [2, 3]]), torch.full((2, 2), 0.5))
+    [mixed] = mix_experts(
+        [hidden], [routing], ShuffledExperts(make_experts(), left_out=frozenset({0, 1}))
+    )
+    assert torch.equal(mixed[0], torch.zeros(HIDDEN))
+    assert mixed[1].any()
+
+
+def test_no_expert_at_all_gives_zeros() -> None:
+    hidden, routing = make_block(4)
+    everyone = frozenset(range(NUM_EXPERTS))
+    [mixed] = mix_experts([hidden], [routing], ShuffledExperts(make_experts(), left_out=everyone))
+    assert torch.equal(mixed, torch.zeros(4, HIDDEN))
+
+
+@SETTINGS
+@given(served=st.sets(st.integers(0, NUM_EXPERTS - 1)), norm_topk_prob=st.booleans())
+def test_renormalized_weights_keep_each_rows_sum_and_proportions(
+    served: set[int], norm_topk_prob: bool
+) -> None:
+    hidden = randn(8, HIDDEN, seed=5)
+    routing = route(hidden, 0.1 * randn(NUM_EXPERTS, HIDDEN, seed=6), TOP_K, norm_topk_prob, LAYER)
+    weights = array(renormalize(routing, served))
+    before, selected = array(routing.routing_weights), routing.selected_experts.numpy()
+    kept = np.isin(selected, sorted(served))
+    assert not weights[~kept].any()
+    for row in range(len(weights)):
+        if kept[row].any():
+            scale = before[row].sum() / before[row][kept[row]].sum()
+            # two sums over K, a quotient and a product
+            np.testing.assert_allclose(
+                weights[row][kept[row]], scale * before[row][kept[row]], rtol=gamma(2 * TOP_K + 2)
+            )

@@ -1,0 +1,725 @@
+"""A build is deterministic, does nothing twice, and leaves nothing behind when it cannot finish."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from specter_build import pipeline, write_bundle
+from specter_build.audit import audit
+from specter_build.checkpoint import Checkpoint
+from specter_build.open_inputs import bundle_nbytes, open_inputs
+from specter_build.pipeline import BuildResult, build
+from specter_build.quantizers import round_to_nearest
+from specter_build.recipe import Recipe
+from specter_build.write_bundle import work_folder
+from specter_runtime import speculative_decoder
+from specter_runtime.acceptance import Acceptance
+from specter_runtime.bundle_loader import file_sha256, load_bundle
+from specter_runtime.errors import BundleError, CapacityError, RecipeError, SpecterError
+from specter_runtime.experts import PROJECTIONS, ExpertKey
+from specter_runtime.packed import dequantize
+from tests.checkpoints import make_checkpoint, recipe_dict
+
+SMALL: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [0],  # both kinds of layers
+}
+NUM_SEQUENCES, NUM_TOKENS, PER_TOKEN = 2, 32, 2
+TIMINGS = "timings.json"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint and a calibration text. Read only."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    make_checkpoint(folder / "checkpoint", **SMALL)
+    text = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(9))
+    (folder / "text.txt").write_text(text)
+    return folder
+
+
+def make_recipe(folder: Path, output: Path, **sections: Any) -> Recipe:
+    calibration = {
+        "files": [str(folder / "text.txt")],
+        "num_sequences": NUM_SEQUENCES,
+        "sequence_length": NUM_TOKENS,
+    } | sections.pop("calibration", {})
+    model = sections.pop("model", folder / "checkpoint")
+    content = recipe_dict(model, output, calibration=calibration, **sections)
+    return Recipe.model_validate(content)
+
+
+@pytest.fixture(scope="module")
+def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> BuildResult:
+    """The bundle of ``folder``'s checkpoint. Read only."""
+    output = tmp_path_factory.mktemp("built") / "bundle"
+    return build(make_recipe(folder, output), output.parent)
+
+
+@pytest.fixture
+def bundle_copy(built: BuildResult, tmp_path: Path) -> Path:
+    """A copy to damage or replace."""
+    return Path(shutil.copytree(built.destination, tmp_path / "out" / "bundle"))
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def change_times(root: Path) -> dict[str, int]:
+    return {path.relative_to(root).as_posix(): path.stat().st_mtime_ns for path in root.rglob("*")}
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# ---- determinism and idempotence ------------------------------------------------------------
+
+
+def test_two_builds_give_the_same_bytes_wherever_they_lie(
+    folder: Path, built: BuildResult, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "moved"
+    shutil.copytree(folder, elsewhere)
+    again = build(make_recipe(elsewhere, Path("deep/er")), elsewhere)
+    assert again.destination == elsewhere / "deep" / "er"
+    first, second = contents(built.destination), contents(again.destination)
+    assert first.keys() == second.keys()
+    assert [name for name in first if first[name] != second[name] and name != TIMINGS] == []
+
+
+def test_building_again_touches_nothing_when_nothing_changed(
+    folder: Path, bundle_copy: Path
+) -> None:
+    before = change_times(bundle_copy.parent)
+    result = build(make_recipe(folder, bundle_copy), bundle_copy.parent)
+    assert not result.was_built
+    assert change_times(bundle_copy.parent) == before
+
+
+def test_result_is_the_same_whether_it_was_built_or_found(
+    folder: Path, built: BuildResult, bundle_copy: Path
+) -> None:
+    found = build(make_recipe(folder, bundle_copy), bundle_copy.parent)
+    assert built.was_built
+    assert found.destination == bundle_copy
+    assert (found.report, found.plan) == (built.report, built.plan)
+    assert found.timings == built.timings
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda root: (root / "experts/layer-001/expert-003.safetensors").unlink(),
+        lambda root: (root / "report.json").unlink(),
+        lambda root: (root / "plan.json").write_text("{"),
+    ],
+    ids=["missing shard", "missing report", "truncated plan"],
+)
+def test_damaged_bundle_is_not_up_to_date(
+    folder: Path, built: BuildResult, bundle_copy: Path, damage: Callable[[Path], object]
+) -> None:
+    damage(bundle_copy)
+    result = build(make_recipe(folder, bundle_copy), bundle_copy.parent)
+    assert result.was_built
+    assert contents(bundle_copy).keys() == contents(built.destination).keys()
+
+
+def test_changed_recipe_replaces_the_bundle(
+    folder: Path, built: BuildResult, bundle_copy: Path
+) -> None:
+    stray = bundle_copy / "draft" / "of-an-older-version.safetensors"
+    stray.write_bytes(b"")
+    recipe = make_recipe(folder, bundle_copy, draft={"bits": 3})
+    result = build(recipe, bundle_copy.parent)
+    assert result.was_built
+    assert result.report["draft"]["bits"] == 3
+    assert not stray.exists()
+    assert names_in(bundle_copy.parent) == {"bundle"}
+    first, second = contents(built.destination), contents(bundle_copy)
+    shards = [name for name in first if name.startswith(("experts/", "model/"))]
+    assert len(shards) == 4 + 3
+    assert all(first[name] == second[name] for name in shards)
+    drafts = [name for name in first if name.startswith("draft/")]
+    assert all(first[name] != second[name] for name in drafts)
+
+
+def test_changed_calibration_text_or_weight_is_a_change(
+    folder: Path, bundle_copy: Path, tmp_path: Path
+) -> None:
+    """Its recipe is the same: the digest covers what the files hold."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    with (other / "text.txt").open("a") as file:
+        file.write("\n")
+    recipe = make_recipe(other, bundle_copy)
+    assert recipe.digest() == make_recipe(folder, bundle_copy).digest()
+    assert build(recipe, bundle_copy.parent).was_built
+    weights = other / "checkpoint" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, weights)
+    result = build(recipe, bundle_copy.parent)
+    assert result.was_built
+    common = load_file(bundle_copy / "model" / "common.safetensors")
+    assert torch.equal(common["model.norm.weight"], tensors["model.norm.weight"])
+
+
+# ---- what must not be overwritten or left behind --------------------------------------------
+
+
+def occupy_with_file(path: Path) -> None:
+    path.write_text("precious")
+
+
+def occupy_with_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "precious.txt").write_text("precious")
+
+
+def occupy_with_foreign_manifest(path: Path) -> None:
+    """``manifest.json`` is also what web applications and browser extensions are described by."""
+    occupy_with_folder(path)
+    (path / "manifest.json").write_text('{"name": "app", "start_url": "."}')
+
+
+def occupy_with_broken_manifest(path: Path) -> None:
+    occupy_with_folder(path)
+    (path / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    "occupy",
+    [
+        occupy_with_file,
+        occupy_with_folder,
+        occupy_with_foreign_manifest,
+        occupy_with_broken_manifest,
+    ],
+)
+def test_output_that_is_no_bundle_is_refused_and_left_alone(
+    folder: Path, tmp_path: Path, occupy: Callable[[Path], None]
+) -> None:
+    output = tmp_path / "precious"
+    occupy(output)
+    before = contents(tmp_path)
+    with pytest.raises(SpecterError, match="precious"):
+        build(make_recipe(folder, output), tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_checkpoint_is_never_its_own_output(folder: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(folder / "checkpoint", checkpoint)
+    before = contents(tmp_path)
+    with pytest.raises(RecipeError, match="exists and is no bundle; it is left alone"):
+        build(make_recipe(folder, checkpoint, model=checkpoint), tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_output_under_a_file_is_refused_by_path(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(RecipeError, match=f"output: {tmp_path / 'file'}"):
+        build(make_recipe(folder, tmp_path / "file" / "bundle"), tmp_path)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_empty_folder_may_be_the_output(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    output.mkdir()
+    assert build(make_recipe(folder, output), tmp_path).was_built
+    assert names_in(tmp_path) == {"bundle"}
+
+
+STEPS = ("convert_layers", "conclude", "write_records", "make_manifest", "audit", "move_into_place")
+
+
+def fail(*_args: object, **_kwargs: object) -> None:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("is_first", [True, False], ids=["first build", "rebuild"])
+def test_failing_step_leaves_what_was_there_and_nothing_else(
+    folder: Path, bundle_copy: Path, monkeypatch: pytest.MonkeyPatch, step: str, is_first: bool
+) -> None:
+    output = bundle_copy.with_name("new") if is_first else bundle_copy
+    before = contents(bundle_copy.parent)
+    monkeypatch.setattr(pipeline, step, fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        build(make_recipe(folder, output, draft={"bits": 2}), output.parent)
+    assert contents(bundle_copy.parent) == before
+    assert names_in(bundle_copy.parent) == {"bundle"}
+
+
+def test_interrupted_build_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "split_layer", interrupt)
+    output = tmp_path / "out" / "bundle"
+    with pytest.raises(KeyboardInterrupt):
+        build(make_recipe(folder, output), tmp_path)
+    assert names_in(output.parent) == set()
+
+
+def test_old_bundle_survives_a_replacement_that_fails(
+    folder: Path, bundle_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(bundle_copy.parent)
+    rename = Path.rename
+
+    def rename_all_but_the_new(path: Path, target: Path) -> Path:
+        if Path(target) == bundle_copy and path.name.endswith(".building"):
+            raise OSError(errno.EIO, "planted")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_all_but_the_new)
+    with pytest.raises((OSError, SpecterError), match="planted"):
+        build(make_recipe(folder, bundle_copy, draft={"bits": 2}), bundle_copy.parent)
+    assert contents(bundle_copy.parent) == before
+
+
+def test_full_disk_in_the_middle_is_an_error_for_people(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pipeline, "write_tensors", no_space)
+    with pytest.raises(SpecterError, match="No space left on device"):
+        build(make_recipe(folder, tmp_path / "out" / "bundle"), tmp_path)
+    assert names_in(tmp_path / "out") == set()
+
+
+def test_leftovers_of_a_killed_build_are_removed(folder: Path, tmp_path: Path) -> None:
+    leftover = tmp_path / ".bundle.building"
+    (leftover / "model").mkdir(parents=True)
+    (leftover / "stray").write_text("half")
+    (tmp_path / ".bundle.lock").write_text("")
+    result = build(make_recipe(folder, tmp_path / "bundle"), tmp_path)
+    assert names_in(tmp_path) == {"bundle"}
+    assert "stray" not in names_in(result.destination)
+
+
+def test_second_build_of_a_destination_is_refused_while_the_first_runs(
+    folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "bundle"
+    with work_folder(output) as work:
+        (work / "half").write_text("done")
+        with pytest.raises(RecipeError, match="is being built by another process"):
+            build(make_recipe(folder, output), tmp_path)
+        assert names_in(work) == {"half"}
+    assert names_in(tmp_path) == set()
+
+
+def test_lock_holds_when_the_build_before_ended_between_opening_and_locking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build before removes its lock file: a lock on the removed file would exclude nobody."""
+    output = tmp_path / "bundle"
+    lock_file = tmp_path / ".bundle.lock"
+    flock = fcntl.flock
+
+    def flock_after_the_other_ended(lock: Any, operation: int) -> None:
+        monkeypatch.setattr(write_bundle.fcntl, "flock", flock)
+        lock_file.unlink(missing_ok=True)
+        flock(lock, operation)
+
+    monkeypatch.setattr(write_bundle.fcntl, "flock", flock_after_the_other_ended)
+    with work_folder(output) as work:
+        (work / "half").write_text("done")
+        with pytest.raises(RecipeError, match="another process"), work_folder(output):
+            pass
+        assert names_in(work) == {"half"}
+
+
+# ---- refused before anything is written -----------------------------------------------------
+
+
+def refusal(
+    folder: Path, tmp_path: Path, error: type[SpecterError] = RecipeError, **sections: Any
+) -> str:
+    """The message of a build that must write nothing, not even a folder."""
+    output = tmp_path / "out" / "bundle"
+    before = contents(tmp_path)
+    with pytest.raises(error) as caught:
+        build(make_recipe(folder, output, **sections), tmp_path)
+    assert not output.parent.exists()
+    assert contents(tmp_path) == before
+    return str(caught.value)
+
+
+def test_disk_without_room_is_refused_with_what_is_needed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
+    message = refusal(folder, tmp_path, CapacityError)
+    assert f"output: {tmp_path / 'out' / 'bundle'} needs " in message
+    assert "1000 B are free" in message
+
+
+def test_what_is_needed_on_disk_is_the_tensors_and_some_of_the_headers(
+    folder: Path, built: BuildResult
+) -> None:
+    files = contents(built.destination)
+    tensors = stored_tensors(built.destination.rglob("layer-*.safetensors"))
+    tensors |= stored_tensors(built.destination.rglob("expert-*.safetensors"))
+    tensors |= load_file(built.destination / "model" / "common.safetensors")
+    recipe = make_recipe(folder, built.destination)
+    needed = bundle_nbytes(open_inputs(recipe, built.destination.parent))
+    assert sum(tensor.nbytes for tensor in tensors.values()) <= needed
+    assert needed <= sum(map(len, files.values()))
+
+
+def test_memory_budget_without_room_is_refused_with_the_minimum(
+    folder: Path, tmp_path: Path
+) -> None:
+    message = refusal(folder, tmp_path, CapacityError, plan={"memory_budget": "100KiB"})
+    assert message.startswith("plan.memory_budget: a memory budget of 100.0 KiB is too small")
+    minimum = int(message.split("(")[1].split(" bytes)")[0])
+    recipe = make_recipe(folder, tmp_path / "bundle", plan={"memory_budget": minimum})
+    (memory,) = open_inputs(recipe, tmp_path).memory.values()
+    assert memory.num_slots == PER_TOKEN
+    assert memory.used_bytes == minimum
+    refusal(folder, tmp_path, CapacityError, plan={"memory_budget": minimum - 1})
+
+
+def test_numbers_of_draft_tokens_that_do_not_fit_are_not_planned(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Without lookahead no draft is resident: its minimum is the least, and fits nothing else."""
+    plan = {"memory_budget": "100KiB", "num_draft_tokens": "auto"}
+    message = refusal(folder, tmp_path, CapacityError, plan=plan)
+    plan["memory_budget"] = message.split("(")[1].split(" bytes)")[0]
+    result = build(make_recipe(folder, tmp_path / "bundle", plan=plan), tmp_path)
+    assert result.plan.predicted.keys() == {"0"}
+    assert result.plan.num_draft_tokens == 0
+    assert result.report["memory"]["draft_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "part"),
+    [
+        (
+            {"calibration": {"sequence_length": 513}},
+            "calibration.sequence_length: 513 is more than the model's max_position_embeddings",
+        ),
+        (
+            {"plan": {"max_context_tokens": 513}},
+            "plan.max_context_tokens: 513 is more than the model's max_position_embeddings",
+        ),
+        ({"calibration": {"num_sequences": 10**5}}, "calibration.num_sequences: 100000 sequences"),
+        ({"calibration": {"files": ["absent.txt"]}}, "calibration.files: absent.txt: cannot be"),
+        ({"model": "absent"}, "is no folder and 'absent' is no hub id"),
+        ({"model": "./a/b"}, "is no folder and './a/b' is no hub id"),
+    ],
+)
+def test_recipe_that_does_not_fit_the_model_is_refused_by_key(
+    folder: Path, tmp_path: Path, sections: Mapping[str, Any], part: str
+) -> None:
+    assert part in refusal(folder, tmp_path, **sections)
+
+
+def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def add_tokens(tokenizer: dict[str, Any]) -> None:
+    tokenizer["model"]["vocab"] |= {f"extra{i}": 258 + i for i in range(3)}
+
+
+def add_far_token(tokenizer: dict[str, Any]) -> None:
+    """No more ids than the model has, but one of them is beyond its embeddings."""
+    tokenizer["model"]["vocab"]["d"] = 5000
+
+
+@pytest.mark.parametrize("change", [add_tokens, add_far_token])
+def test_tokenizer_with_ids_beyond_the_vocabulary_is_refused(
+    folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(folder / "checkpoint", checkpoint)
+    change_json(checkpoint / "tokenizer.json", change)
+    message = refusal(folder, tmp_path, model=checkpoint)
+    assert "vocab_size 260" in message
+    assert str(checkpoint) in message
+
+
+@pytest.mark.parametrize("eos", [[], "end", 260, -1], ids=repr)
+def test_end_token_that_is_none_of_the_vocabulary_is_refused(
+    folder: Path, tmp_path: Path, eos: object
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(folder / "checkpoint", checkpoint)
+    change_json(checkpoint / "config.json", lambda config: config.update(eos_token_id=eos))
+    assert "eos_token_id" in refusal(folder, tmp_path, SpecterError, model=checkpoint)
+
+
+def test_missing_tokenizer_is_refused_by_file(folder: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(folder / "checkpoint", checkpoint)
+    (checkpoint / "tokenizer.json").unlink()
+    message = refusal(folder, tmp_path, SpecterError, model=checkpoint)
+    assert str(checkpoint / "tokenizer.json") in message
+
+
+def test_hub_id_is_downloaded_without_pickles(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(folder / "checkpoint")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    recipe = make_recipe(folder, tmp_path, model="org/name").model_copy(update={"revision": "v1"})
+    inputs = open_inputs(recipe, tmp_path)
+    assert (asked["name"], asked["revision"]) == ("org/name", "v1")
+    assert not any("bin" in pattern or ".pt" in pattern for pattern in asked["allow_patterns"])
+    assert inputs.checkpoint.folder == folder / "checkpoint"
+
+
+def test_failed_download_is_refused_by_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot_download(name: str, **_options: Any) -> str:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    message = refusal(folder, tmp_path, model="org/name")
+    assert "'org/name'" in message
+    assert "no route to host" in message
+
+
+def test_weight_that_is_no_number_is_refused_and_nothing_left(folder: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(folder / "checkpoint", checkpoint)
+    weights = checkpoint / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, weights)
+    output = tmp_path / "out" / "bundle"
+    with pytest.raises(SpecterError, match="layer 1, expert 2, up_proj"):
+        build(make_recipe(folder, output, model=checkpoint), tmp_path)
+    assert names_in(output.parent) == set()
+
+
+def test_context_without_room_for_a_prompt_and_a_token_is_refused_by_key(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises((ValidationError, RecipeError), match="max_context_tokens"):
+        build(make_recipe(folder, tmp_path / "bundle", plan={"max_context_tokens": 1}), tmp_path)
+
+
+@pytest.mark.parametrize("context", [2, 16, 17])
+def test_short_context_can_be_built(folder: Path, tmp_path: Path, context: int) -> None:
+    recipe = make_recipe(folder, tmp_path / "bundle", plan={"max_context_tokens": context})
+    assert build(recipe, tmp_path).was_built
+
+
+# ---- what is in a bundle --------------------------------------------------------------------
+
+
+def stored_tensors(files: Iterator[Path]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        found = load_file(path)
+        assert not tensors.keys() & found.keys()
+        tensors |= found
+    return tensors
+
+
+def test_bundle_holds_every_tensor_of_the_checkpoint_to_the_bit(
+    folder: Path, built: BuildResult
+) -> None:
+    root = built.destination
+    expected = load_file(folder / "checkpoint" / "model.safetensors")
+    dense = stored_tensors((root / "model").iterdir())
+    experts = stored_tensors((root / "experts").rglob("*.safetensors"))
+    assert dense.keys() | experts.keys() == expected.keys()
+    assert not dense.keys() & experts.keys()
+    assert {name for name in expected if ".experts." in name} == experts.keys()
+    for name, tensor in expected.items():
+        found = (dense | experts)[name]
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_draft_quantizes_routed_experts_and_nothing_else(folder: Path, built: BuildResult) -> None:
+    drafted = stored_tensors((built.destination / "draft").iterdir())
+    expected = load_file(folder / "checkpoint" / "model.safetensors")
+    experts = {name for name in expected if ".experts." in name}
+    assert drafted.keys() == {f"{name}.{part}" for name in experts for part in ("codes", "scales")}
+
+
+def test_each_stand_in_is_made_of_its_own_expert(folder: Path, built: BuildResult) -> None:
+    """The audit would not notice: a wrong draft is slow, not wrong."""
+    expected = load_file(folder / "checkpoint" / "model.safetensors")
+    stand_ins = load_bundle(built.destination).draft_experts()
+    assert stand_ins.keys() == {ExpertKey(1, expert) for expert in range(4)}
+    for key, stand_in in stand_ins.items():
+        for projection in PROJECTIONS:
+            weight = expected[f"model.layers.1.mlp.experts.{key.expert}.{projection}.weight"]
+            restored = dequantize(round_to_nearest(weight, 4, 16, True), torch.float32)
+            found = dequantize(getattr(stand_in, projection), torch.float32)
+            assert torch.equal(found, restored), (key, projection)
+
+
+def test_checkpoints_own_files_are_taken_over_unchanged(folder: Path, built: BuildResult) -> None:
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        source = folder / "checkpoint" / name
+        assert (built.destination / name).read_bytes() == source.read_bytes()
+
+
+def test_manifest_lists_every_file_with_size_and_hash(built: BuildResult) -> None:
+    root = built.destination
+    manifest = json.loads((root / "manifest.json").read_text())
+    assert manifest["files"].keys() == contents(root).keys() - {"manifest.json", TIMINGS}
+    for name, entry in manifest["files"].items():
+        assert entry == {
+            "nbytes": (root / name).stat().st_size,
+            "sha256": file_sha256(root / name),
+        }
+    assert manifest["unhashed_files"] == [TIMINGS]
+
+
+def test_manifest_records_the_source_and_no_local_path(folder: Path, built: BuildResult) -> None:
+    text = (built.destination / "manifest.json").read_text()
+    assert str(folder) not in text
+    assert str(built.destination.parent) not in text
+    source = json.loads(text)["source_files"]["model.safetensors"]
+    assert source["sha256"] == file_sha256(folder / "checkpoint" / "model.safetensors")
+
+
+def test_routes_have_the_promised_shapes_and_types(built: BuildResult) -> None:
+    with safe_open(built.destination / "routes.safetensors", framework="pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tokens, routes = (NUM_SEQUENCES, NUM_TOKENS), (1, NUM_SEQUENCES, NUM_TOKENS, PER_TOKEN)
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()} == {
+        "token_ids": (torch.int32, tokens),
+        "layers": (torch.int32, (1,)),
+        "draft_agrees": (torch.bool, tokens),
+        "target.selected_experts": (torch.int16, routes),
+        "draft.selected_experts": (torch.int16, routes),
+        "target.routing_weights": (torch.float16, routes),
+        "draft.routing_weights": (torch.float16, routes),
+    }
+    assert found["layers"].tolist() == [1]
+    for stream in ("target", "draft"):
+        experts = found[f"{stream}.selected_experts"]
+        assert 0 <= int(experts.min()) <= int(experts.max()) < 4
+        assert (experts[..., 0] != experts[..., 1]).all()
+
+
+# ---- the audit ------------------------------------------------------------------------------
+
+
+def rehash(root: Path, name: str) -> None:
+    """Make the manifest agree with a file, as a faulty writer would."""
+    entry = {"nbytes": (root / name).stat().st_size, "sha256": file_sha256(root / name)}
+    change_json(root / "manifest.json", lambda manifest: manifest["files"].update({name: entry}))
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def run_audit(folder: Path, root: Path) -> None:
+    audit(root, Checkpoint(folder / "checkpoint"), list(range(40, 60)))
+
+
+def test_audit_passes_a_good_bundle(folder: Path, built: BuildResult) -> None:
+    run_audit(folder, built.destination)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        (
+            "experts/layer-001/expert-002.safetensors",
+            "model.layers.1.mlp.experts.2.down_proj.weight",
+        ),
+        ("model/layer-001.safetensors", "model.layers.1.mlp.gate.weight"),
+        ("model/common.safetensors", "lm_head.weight"),
+    ],
+)
+def test_audit_finds_a_flipped_bit_and_names_the_tensor(
+    folder: Path, bundle_copy: Path, name: str, tensor: str
+) -> None:
+    flip_last_byte(bundle_copy / name)
+    with pytest.raises(BundleError, match="contents differ from the manifest") as caught:
+        run_audit(folder, bundle_copy)
+    assert repr(name) in str(caught.value)
+    rehash(bundle_copy, name)
+    with pytest.raises(BundleError, match="tensors differ from the checkpoint") as caught:
+        run_audit(folder, bundle_copy)
+    assert repr(tensor) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor"),
+    [
+        (lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight"),
+        (lambda tensors: tensors.update(extra=torch.ones(1)), "extra"),
+    ],
+    ids=["left out", "added"],
+)
+def test_audit_finds_a_dense_tensor_too_few_or_too_many(
+    folder: Path,
+    bundle_copy: Path,
+    change: Callable[[dict[str, torch.Tensor]], object],
+    tensor: str,
+) -> None:
+    name = "model/common.safetensors"
+    tensors = load_file(bundle_copy / name)
+    change(tensors)
+    save_file(tensors, bundle_copy / name)
+    rehash(bundle_copy, name)
+    with pytest.raises(BundleError, match=tensor):
+        run_audit(folder, bundle_copy)
+
+
+def accept_everything(draft_token_ids: list[int], target_token_ids: list[int]) -> Acceptance:
+    return Acceptance(len(draft_token_ids), target_token_ids[-1])
+
+
+def test_audit_finds_wrong_tokens_and_nothing_is_published(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder that accepts what the draft says, whose 2-bit experts disagree with the target."""
+    monkeypatch.setattr(speculative_decoder, "accept_greedy", accept_everything)
+    output = tmp_path / "out" / "bundle"
+    with pytest.raises(BundleError, match="greedy tokens differ from the target's"):
+        build(make_recipe(folder, output, draft={"bits": 2}), tmp_path)
+    assert names_in(output.parent) == set()
