@@ -20,7 +20,7 @@ from specter_runtime.config import GenerationLimits, SamplingConfig
 from specter_runtime.draft_engine import SelfDrafter
 from specter_runtime.errors import BundleError, name_list
 from specter_runtime.expert_store import ShardExpertStore, aligned_buffer
-from specter_runtime.experts import PROJECTIONS, ExpertKey, view_expert
+from specter_runtime.experts import ExpertKey, view_expert
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
 from specter_runtime.session import Session
@@ -77,8 +77,10 @@ def _wrong_tensors(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
             store.read_into(key, buffer)
             wrong += [
                 name
-                for name, projection in zip(checkpoint.expert_names(key), PROJECTIONS, strict=True)
-                if _digest(getattr(weights, projection)) != _digest(checkpoint.tensor(name))
+                for name, tensor in zip(
+                    checkpoint.expert_names(key), weights.tensors(), strict=True
+                )
+                if _digest(tensor) != _digest(checkpoint.tensor(name))
             ]
     return wrong
 

@@ -155,6 +155,7 @@ def divide_memory(
                 group_size=recipe.draft.group_size,
                 symmetric=recipe.draft.symmetric,
                 dtype=dtype,
+                expert_dtype=expert_dtype,
                 max_context_tokens=recipe.plan.max_context_tokens,
                 prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
                 num_draft_tokens=candidate,
@@ -172,7 +173,8 @@ def bundle_nbytes(inputs: Inputs) -> int:
     config, draft = inputs.checkpoint.config, inputs.recipe.draft
     num_experts = len(config.moe_layers) * config.num_experts
     shards = num_experts * (expert_nbytes(config, inputs.checkpoint.expert_dtype) + ALIGNMENT)
-    stand_ins = draft_nbytes(config, inputs.bits, draft.group_size, draft.symmetric)
+    expert_dtype = inputs.checkpoint.expert_dtype
+    stand_ins = draft_nbytes(config, inputs.bits, draft.group_size, draft.symmetric, expert_dtype)
     return shards + stand_ins + dense_nbytes(config, inputs.checkpoint.dense_dtype)
 
 

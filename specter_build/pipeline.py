@@ -154,7 +154,9 @@ def conclude(
     num_experts = len(config.moe_layers) * config.num_experts
     sizes = {
         "dense_bytes": dense_nbytes(config, checkpoint.dense_dtype),
-        "draft_bytes": draft_nbytes(config, inputs.bits, draft.group_size, draft.symmetric),
+        "draft_bytes": draft_nbytes(
+            config, inputs.bits, draft.group_size, draft.symmetric, checkpoint.expert_dtype
+        ),
         "shard_bytes": num_experts * expert_nbytes(config, checkpoint.expert_dtype),
     }
     calibration = {

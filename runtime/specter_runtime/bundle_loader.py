@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from specter_runtime.errors import BundleError, name_list
-from specter_runtime.experts import ExpertKey, PackedExpert, expert_shapes
+from specter_runtime.experts import ExpertKey, PackedExpert, expert_shapes, matrix_shapes
 from specter_runtime.manifest import (
     MANIFEST_FILE,
     PLAN_FILE,
@@ -101,19 +101,26 @@ class Bundle:
     def _packed_expert(
         self, tensors: dict[str, torch.Tensor], key: ExpertKey, bits: int
     ) -> PackedExpert:
-        draft = self.manifest.draft
+        manifest, draft = self.manifest, self.manifest.draft
+        names = {
+            role: manifest.tensor_names[role].format(layer=key.layer, expert=key.expert)
+            for role in expert_shapes(manifest.model)
+        }
         parts = {}
-        for role, shape in expert_shapes(self.manifest.model).items():
-            name = self.manifest.tensor_names[role].format(layer=key.layer, expert=key.expert)
-            try:
+        try:
+            for role, shape in matrix_shapes(manifest.model).items():
+                name = names[role]
                 zero_points = None if draft.symmetric else tensors[f"{name}.zero_points"]
                 codes, scales = tensors[f"{name}.codes"], tensors[f"{name}.scales"]
-            except KeyError as exc:
-                raise BundleError(
-                    f"{self.root / draft_path(key.layer)}: tensor {exc.args[0]!r} is missing"
-                ) from exc
-            parts[role] = PackedTensor(codes, scales, zero_points, shape, bits, draft.group_size)
-        return PackedExpert(**parts)
+                parts[role] = PackedTensor(
+                    codes, scales, zero_points, shape, bits, draft.group_size
+                )
+            biases = tuple(tensors[names[role]] for role in names if role not in parts)
+        except KeyError as exc:
+            raise BundleError(
+                f"{self.root / draft_path(key.layer)}: tensor {exc.args[0]!r} is missing"
+            ) from exc
+        return PackedExpert(**parts, biases=biases)
 
 
 def load_bundle(root: Path, *, verify_hashes: bool = False) -> Bundle:

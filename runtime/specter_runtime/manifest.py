@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from specter_runtime.config import ModelConfig
+from specter_runtime.config import LatentConfig, ModelConfig, RopeConfig, RoutingConfig
 from specter_runtime.errors import BundleError, name_list
 
 FORMAT = "specter-bundle"
@@ -109,11 +109,10 @@ class Manifest:
                 f"version {FORMAT_VERSION}. Build the bundle again with a matching specter-build."
             )
         parts = dict(_known_keys(cls, raw, where))
-        model = dict(_known_keys(ModelConfig, parts["model"], f"{where}: model"))
-        model["dense_layers"] = tuple(model["dense_layers"])
+        model = _parse_model(parts["model"], f"{where}: model")
         draft = dict(_known_keys(DraftFormat, parts["draft"], f"{where}: draft"))
         draft["bits"] = tuple(tuple(row) for row in draft["bits"])
-        parts["model"] = ModelConfig(**model)
+        parts["model"] = model
         parts["draft"] = DraftFormat(**draft)
         parts["experts"] = ExpertFormat(
             **_known_keys(ExpertFormat, parts["experts"], f"{where}: experts")
@@ -166,6 +165,21 @@ class Plan:
             (int(layer), int(expert)) for layer, expert in parts["initial_residents"]
         )
         return cls(**parts)
+
+
+def _parse_model(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    values = dict(_known_keys(ModelConfig, raw, where))
+    for name in ("dense_layers", "sliding_layers"):
+        values[name] = tuple(values[name])
+    rope = dict(_known_keys(RopeConfig, values["rope"], f"{where}: rope"))
+    rope["inverse_frequencies"] = tuple(rope["inverse_frequencies"])
+    values["rope"] = RopeConfig(**rope)
+    routing = _known_keys(RoutingConfig, values["routing"], f"{where}: routing")
+    values["routing"] = RoutingConfig(**routing)
+    if values["latent"] is not None:
+        latent = _known_keys(LatentConfig, values["latent"], f"{where}: latent")
+        values["latent"] = LatentConfig(**latent)
+    return ModelConfig(**values)
 
 
 def _known_keys(cls: type, raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:

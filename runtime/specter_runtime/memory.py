@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from specter_runtime.config import DTYPE_BYTES, ModelConfig
 from specter_runtime.errors import CapacityError
-from specter_runtime.experts import expert_shapes
-from specter_runtime.model import dense_shapes
+from specter_runtime.experts import expert_nbytes, matrix_shapes
+from specter_runtime.model import FLOAT32_ROLES, dense_shapes
 from specter_runtime.packed import packed_nbytes
 from specter_runtime.units import format_bytes
 
@@ -48,6 +48,7 @@ def divide_budget(
     group_size: int,
     symmetric: bool,
     dtype: str,
+    expert_dtype: str,
     max_context_tokens: int,
     prompt_chunk_tokens: int,
     num_draft_tokens: int,
@@ -62,6 +63,7 @@ def divide_budget(
         group_size: of the draft's quantization.
         symmetric: whether the draft stores no zero points.
         dtype: of activations, dense weights and KV cache.
+        expert_dtype: of the routed experts as the checkpoint has them.
         max_context_tokens: room in the KV cache.
         prompt_chunk_tokens: rows of the largest block.
         num_draft_tokens: drafted tokens per window.
@@ -71,7 +73,7 @@ def divide_budget(
         CapacityError: fewer slots than one token's experts in a layer; states the minimum.
     """
     dense = dense_nbytes(config, dtype)
-    draft = draft_nbytes(config, draft_bits, group_size, symmetric)
+    draft = draft_nbytes(config, draft_bits, group_size, symmetric, expert_dtype)
     kv_cache = config.kv_bytes_per_token(dtype) * max_context_tokens
     buffers = buffer_nbytes(
         config, dtype, max_context_tokens, prompt_chunk_tokens, num_draft_tokens
@@ -96,21 +98,26 @@ def dense_nbytes(config: ModelConfig, dtype: str) -> int:
     total = 0
     for layer in (None, *range(config.num_hidden_layers)):
         for role, shape in dense_shapes(config, layer).items():
-            total += math.prod(shape) * (4 if role == "router" else DTYPE_BYTES[dtype])
+            total += math.prod(shape) * (4 if role in FLOAT32_ROLES else DTYPE_BYTES[dtype])
     return total
 
 
 def draft_nbytes(
-    config: ModelConfig, bits: Sequence[Sequence[int]], group_size: int, symmetric: bool
+    config: ModelConfig,
+    bits: Sequence[Sequence[int]],
+    group_size: int,
+    symmetric: bool,
+    expert_dtype: str,
 ) -> int:
-    """Bytes of all stand-ins."""
-    shapes = expert_shapes(config).values()
+    """Bytes of all stand-ins: quantized matrices, and biases as the checkpoint has them."""
+    shapes = matrix_shapes(config).values()
+    biases = expert_nbytes(config, expert_dtype)
+    biases -= config.expert_num_weights * DTYPE_BYTES[expert_dtype]
     return sum(
-        packed_nbytes(shape, width, group_size, symmetric)
+        biases + sum(packed_nbytes(shape, width, group_size, symmetric) for shape in shapes)
         for row in bits
         for width in row
         if width
-        for shape in shapes
     )
 
 
@@ -125,14 +132,18 @@ def buffer_nbytes(
 
     The largest of two moments. A prompt chunk of T rows: hidden states, their norm, the float32 sum
     of experts and its rounded copy (4 D wide), queries, keys and values twice (before and after
-    rotation), routing; a boolean mask over the context; and one expert's gate, up and product. A
-    window of K + 1 rows: float32 logits and their float64 probabilities, twice (draft and target).
-    To either, one expert in the compute dtype: a stand-in and its float32 intermediate.
+    rotation), routing; a boolean mask over the context (with attention sinks also float32 scores of
+    all heads, twice); and one expert's gate, up and product. A window of K + 1 rows: float32 logits
+    and their float64 probabilities, twice (draft and target). To either, one expert in the compute
+    dtype: a stand-in and its float32 intermediate.
     """
     c, itemsize = config, DTYPE_BYTES[dtype]
-    heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    num_kv_heads, width = c.key_shape
+    heads = c.num_attention_heads * max(width, c.head_dim) + 2 * num_kv_heads * width
     row_bytes = 4 * 4 * c.hidden_size + 2 * itemsize * heads + 8 * c.num_experts
-    row_bytes += 3 * itemsize * max(c.moe_intermediate_size, c.intermediate_size or 0)
-    prompt = prompt_rows * (row_bytes + max_context_tokens)
+    widths = (c.moe_intermediate_size, c.intermediate_size or 0, c.shared_intermediate_size)
+    row_bytes += 3 * itemsize * max(widths)
+    seen_bytes = 1 + (2 * 4 * c.num_attention_heads if c.attention_sinks else 0)
+    prompt = prompt_rows * (row_bytes + max_context_tokens * seen_bytes)
     window = window_rows * c.vocab_size * (4 + 8) * 2
     return max(prompt, window) + c.expert_num_weights * (itemsize + 4)

@@ -98,6 +98,7 @@ class Session:
             group_size=manifest.draft.group_size,
             symmetric=manifest.draft.symmetric,
             dtype=dtype_name,
+            expert_dtype=manifest.experts.dtype,
             max_context_tokens=context,
             prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
             num_draft_tokens=num_draft_tokens,
