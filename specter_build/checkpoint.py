@@ -319,6 +319,11 @@ class _Resolver:
             self._problems.append(f"routed experts have several dtypes: {sorted(dtypes)}")
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether there are weight files to speak of, complete or not."""
+    return any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+
+
 def _read_headers(folder: Path) -> dict[Path, Header]:
     """Headers of all weight files, checked against the index where there is one."""
     index_path = folder / INDEX_FILE

@@ -98,7 +98,7 @@ def build(
         plan = Plan.from_dict(read_json(destination / PLAN_FILE), PLAN_FILE)
         report, timings = (read_json(destination / name) for name in (REPORT_FILE, TIMINGS_FILE))
         return BuildResult(destination, report, plan, timings, was_built=False)
-    check_disk(inputs, destination)
+    check_disk(inputs.estimate.bundle_bytes, destination)
     with work_folder(destination) as work, torch.inference_mode():
         profiles, heads = convert_layers(inputs, work, on_layer)
         report, plan = conclude(inputs, profiles, heads)
@@ -109,7 +109,7 @@ def build(
         }
         write_text(work / TIMINGS_FILE, _json(timings))
         write_text(work / MANIFEST_FILE, make_manifest(inputs, work).to_json())
-        audit(work, inputs.checkpoint, inputs.sequences[0].tolist())
+        audit(work, inputs.checkpoint, inputs.sequences[0].tolist(), inputs.estimate.build_bytes)
         move_into_place(work, destination)
     return BuildResult(destination, report, plan, timings, was_built=True)
 
@@ -143,8 +143,10 @@ def conclude(
         recall=report["recall"]["mean"],
     )
     context = recipe.plan.max_context_tokens
-    plan = plan_placement(config, inputs.memory, evidence, recipe.hardware, inputs.dtype, context)
-    report["memory"] = asdict(inputs.memory[plan.num_draft_tokens])
+    plan = plan_placement(
+        config, inputs.estimate.memory, evidence, recipe.hardware, inputs.estimate.dtype, context
+    )
+    report["memory"] = asdict(inputs.estimate.memory[plan.num_draft_tokens])
     return report, plan
 
 

@@ -43,7 +43,7 @@ class MemoryUse:
 def divide_budget(
     config: ModelConfig,
     *,
-    memory_budget_bytes: int,
+    memory_budget_bytes: int | None,
     draft_bits: Sequence[Sequence[int]],
     group_size: int,
     symmetric: bool,
@@ -58,7 +58,7 @@ def divide_budget(
 
     Args:
         config: the model.
-        memory_budget_bytes: everything together.
+        memory_budget_bytes: everything together; None is the minimum.
         draft_bits: bit width of each expert by routed layer; empty when there is no draft.
         group_size: of the draft's quantization.
         symmetric: whether the draft stores no zero points.
@@ -80,6 +80,7 @@ def divide_budget(
     )
     fixed = dense + draft + kv_cache + buffers
     minimum = fixed + config.num_experts_per_tok * slot_bytes
+    memory_budget_bytes = minimum if memory_budget_bytes is None else memory_budget_bytes
     if memory_budget_bytes < minimum:
         raise CapacityError(
             f"a memory budget of {format_bytes(memory_budget_bytes)} is too small; the minimum is "
@@ -132,15 +133,17 @@ def buffer_nbytes(
 
     The largest of two moments. A prompt chunk of T rows: hidden states, their norm, the float32 sum
     of experts and its rounded copy (4 D wide), queries, keys and values twice (before and after
-    rotation), routing; a boolean mask over the context (with attention sinks also float32 scores of
-    all heads, twice); and one expert's gate, up and product. A window of K + 1 rows: float32 logits
-    and their float64 probabilities, twice (draft and target). To either, one expert in the compute
-    dtype: a stand-in and its float32 intermediate.
+    rotation), routing; float32 outputs of experts that came before their turn; a boolean mask over
+    the context (with attention sinks also float32 scores of all heads, twice); and one expert's
+    gate, up and product. A window of K + 1 rows: float32 logits and their float64 probabilities,
+    twice (draft and target). To either, one expert in the compute dtype: a stand-in and its float32
+    intermediate.
     """
     c, itemsize = config, DTYPE_BYTES[dtype]
     num_kv_heads, width = c.key_shape
     heads = c.num_attention_heads * max(width, c.head_dim) + 2 * num_kv_heads * width
     row_bytes = 4 * 4 * c.hidden_size + 2 * itemsize * heads + 8 * c.num_experts
+    row_bytes += 4 * c.hidden_size * c.num_experts_per_tok
     widths = (c.moe_intermediate_size, c.intermediate_size or 0, c.shared_intermediate_size)
     row_bytes += 3 * itemsize * max(widths)
     seen_bytes = 1 + (2 * 4 * c.num_attention_heads if c.attention_sinks else 0)

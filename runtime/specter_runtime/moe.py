@@ -141,17 +141,23 @@ def mix_experts(
 
 
 class _BlockSum:
-    """Collects one block's expert outputs and sums them in expert order."""
+    """Sums one block's expert outputs in ascending expert order, whatever order they come in.
+
+    An output is added, and dropped, as soon as all before it have been; only those that came too
+    early are held.
+    """
 
     def __init__(self, hidden: torch.Tensor, routing: Routing) -> None:
         self._hidden = hidden
         self._routing = routing
-        self._expert_ids = frozenset(routing.expert_ids())
-        self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._order = routing.expert_ids()
+        self._num_added = 0
+        self._early: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # rows, weighted output
+        self._sum = torch.zeros(hidden.shape, dtype=torch.float32)
 
     def add(self, expert: int, weights: ExpertWeights, swiglu_limit: float | None) -> None:
         """Compute ``expert`` for the rows of this block that chose it."""
-        if expert not in self._expert_ids:
+        if expert not in self._order:
             return
         rows, ranks = torch.where(self._routing.selected_experts == expert)
         output = swiglu(
@@ -162,27 +168,31 @@ class _BlockSum:
             weights.biases,
             swiglu_limit,
         )
-        self._outputs[expert] = (rows, ranks, output)
+        shares = self._routing.routing_weights[rows, ranks].unsqueeze(-1)
+        self._early[expert] = (rows, shares * output.to(torch.float32))
+        while self._num_added < len(self._order) and self._order[self._num_added] in self._early:
+            self._add_early(self._order[self._num_added])
+
+    def _add_early(self, expert: int) -> None:
+        rows, weighted = self._early.pop(expert)
+        self._sum[rows] += weighted
+        self._num_added += 1
 
     def total(self, served: set[int]) -> torch.Tensor:
-        """The weighted sum ``[T, D]``."""
-        routing_weights = self._routing.routing_weights
-        if not self._expert_ids <= served:
-            routing_weights = renormalize(self._routing, served)
-        total = torch.zeros(self._hidden.shape, dtype=torch.float32)
-        for expert in sorted(self._outputs):
-            rows, ranks, output = self._outputs[expert]
-            total[rows] += routing_weights[rows, ranks].unsqueeze(-1) * output.to(torch.float32)
-        return total.to(self._hidden.dtype)
+        """The weighted sum ``[T, D]``; rows with left-out experts are scaled up."""
+        for expert in sorted(self._early):
+            self._add_early(expert)
+        if served.issuperset(self._order):
+            return self._sum.to(self._hidden.dtype)
+        return (self._sum * left_out_scale(self._routing, served)).to(self._hidden.dtype)
 
 
-def renormalize(routing: Routing, served: set[int]) -> torch.Tensor:
-    """Routing weights ``[T, K]`` with left-out experts at 0 and each row's sum kept.
+def left_out_scale(routing: Routing, served: set[int]) -> torch.Tensor:
+    """Factor ``[T, 1]`` that makes up for the weight of left-out experts.
 
-    A row none of whose experts is served keeps zeros: the layer then adds nothing to it.
+    A row none of whose experts is served gets 0: the layer then adds nothing to it.
     """
     kept = torch.isin(routing.selected_experts, torch.tensor(sorted(served), dtype=torch.int64))
-    weights = routing.routing_weights * kept
-    remaining = weights.sum(-1, keepdim=True)
+    remaining = (routing.routing_weights * kept).sum(-1, keepdim=True)
     scale = routing.routing_weights.sum(-1, keepdim=True) / remaining
-    return torch.where(remaining > 0, weights * scale, torch.zeros_like(weights))
+    return torch.where(remaining > 0, scale, torch.zeros_like(scale))
