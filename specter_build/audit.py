@@ -9,35 +9,40 @@ Called by: pipeline.  Next: specter_runtime.session.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from specter_build.checkpoint import Checkpoint
 from specter_runtime.bundle_loader import Bundle, load_bundle
-from specter_runtime.config import GenerationLimits, SamplingConfig
+from specter_runtime.config import GenerationLimits, RuntimeConfig, SamplingConfig
 from specter_runtime.draft_engine import SelfDrafter
 from specter_runtime.errors import BundleError, name_list
 from specter_runtime.expert_store import ShardExpertStore, aligned_buffer
-from specter_runtime.experts import PROJECTIONS, ExpertKey, view_expert
+from specter_runtime.experts import ExpertKey, view_expert
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
-from specter_runtime.session import Session
-from specter_runtime.shards import tensor_bytes
+from specter_runtime.session import Session, bundle_memory
+from specter_runtime.shards import align_up, tensor_bytes
 from specter_runtime.speculative_decoder import SpeculativeDecoder
+
+logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 32
 PROMPT_TOKENS = 16
 
 
-def audit(root: Path, checkpoint: Checkpoint, prompt_ids: Sequence[int]) -> None:
+def audit(root: Path, checkpoint: Checkpoint, prompt_ids: Sequence[int], memory_bytes: int) -> None:
     """Check a bundle.
 
     Args:
         root: the bundle.
         checkpoint: what it was made of.
         prompt_ids: tokens to continue; the first ``PROMPT_TOKENS`` are used.
+        memory_bytes: what decoding may take; if the draft does not fit, it is left out.
 
     Raises:
         BundleError: tensors or tokens differ; names them.
@@ -46,16 +51,32 @@ def audit(root: Path, checkpoint: Checkpoint, prompt_ids: Sequence[int]) -> None
     wrong = _wrong_tensors(bundle, checkpoint)
     if wrong:
         raise BundleError(f"{root}: tensors differ from the checkpoint: {name_list(wrong)}")
-    context = checkpoint.config.max_position_embeddings
-    prompt = list(prompt_ids[: min(PROMPT_TOKENS, context // 2)])
-    num_tokens = min(NUM_TOKENS, bundle.plan.max_context_tokens - len(prompt))
-    with Session.open(root) as session:
-        decoded = list(session.generate_ids(prompt, num_tokens, stop_at_eos=False))
+    longest = bundle.plan.max_context_tokens
+    prompt = list(prompt_ids[: min(PROMPT_TOKENS, longest // 2)])
+    num_tokens = min(NUM_TOKENS, longest - len(prompt))
+    decoded = _decode_bundle(bundle, prompt, num_tokens, memory_bytes)
     expected = decode_target(checkpoint, prompt, num_tokens, bundle.plan.dtype)
     if decoded != expected:
         raise BundleError(
             f"{root}: greedy tokens differ from the target's: {decoded}, expected {expected}"
         )
+
+
+def _decode_bundle(
+    bundle: Bundle, prompt_ids: Sequence[int], num_tokens: int, memory_bytes: int
+) -> list[int]:
+    """Greedy tokens of the bundle at its smallest budget, with lookahead if that fits."""
+    config = RuntimeConfig(max_context_tokens=len(prompt_ids) + num_tokens)
+    slot_bytes = align_up(bundle.manifest.experts.nbytes)
+    memory = bundle_memory(bundle, config, None, slot_bytes)
+    if memory.used_bytes > memory_bytes:
+        logger.info("audit: the draft does not fit the build's memory, decoding without it")
+        config = replace(config, num_draft_tokens=0)
+        memory = bundle_memory(bundle, config, None, slot_bytes)
+    with Session.open(
+        bundle.root, replace(config, memory_budget_bytes=memory.budget_bytes)
+    ) as session:
+        return list(session.generate_ids(prompt_ids, num_tokens, stop_at_eos=False))
 
 
 def _wrong_tensors(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
@@ -77,8 +98,10 @@ def _wrong_tensors(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
             store.read_into(key, buffer)
             wrong += [
                 name
-                for name, projection in zip(checkpoint.expert_names(key), PROJECTIONS, strict=True)
-                if _digest(getattr(weights, projection)) != _digest(checkpoint.tensor(name))
+                for name, tensor in zip(
+                    checkpoint.expert_names(key), weights.tensors(), strict=True
+                )
+                if _digest(tensor) != _digest(checkpoint.tensor(name))
             ]
     return wrong
 

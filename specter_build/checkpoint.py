@@ -11,6 +11,7 @@ Called by: pipeline.  Next: architectures.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,14 @@ import torch
 from safetensors import safe_open
 
 from specter_build.architectures import Architecture, find_architecture, read_config
+from specter_build.architectures.family import FusedLayout
 from specter_runtime.config import DType, ModelConfig
 from specter_runtime.errors import CheckpointError, name_list
-from specter_runtime.experts import PROJECTIONS, ExpertKey, ExpertWeights, expert_shapes
+from specter_runtime.experts import ExpertKey, ExpertWeights, expert_shapes
 from specter_runtime.roles import dense_shapes
 from specter_runtime.shards import Header, TensorEntry, read_header
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,20 +44,26 @@ CARRIED_FILES = (
 """Files that a bundle takes over as they are, where the checkpoint has them."""
 
 
+_Rows = tuple[int, int | None, int]
+"""Start, stop and step of rows within a fused matrix."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """Where a tensor's elements are: a stored tensor, or a slice of a fused one.
 
     Attributes:
         index: along the expert axis of a fused tensor; None for a whole tensor.
-        rows: of the fused matrix; None for all.
+        rows: of the fused matrix (start, stop, step); None for all.
+        transposed: the fused matrix is stored with its axes swapped.
     """
 
     file: Path
     stored_name: str
     dtype: str
     index: int | None = None
-    rows: tuple[int, int] | None = None
+    rows: _Rows | None = None
+    transposed: bool = False
 
 
 class Checkpoint:
@@ -77,7 +87,10 @@ class Checkpoint:
         self.family: Architecture = find_architecture(raw, str(config_path))
         self.config: ModelConfig = read_config(raw, str(config_path))
         self._headers = _read_headers(folder)
-        self._sources = _Resolver(folder, self.family, self.config, self._headers).resolve()
+        num_mtp_layers = int(raw.get("num_nextn_predict_layers") or 0)
+        self._sources = _Resolver(
+            folder, self.family, self.config, self._headers, num_mtp_layers
+        ).resolve()
         self._check_tied_head()
         expert = self._sources[self.expert_names(ExpertKey(self.config.moe_layers[0], 0))[0]]
         self.expert_dtype = SUPPORTED_DTYPES[expert.dtype]
@@ -104,9 +117,11 @@ class Checkpoint:
                 whole: torch.Tensor = file.get_tensor(source.stored_name)
                 return whole.clone()
             part = file.get_slice(source.stored_name)
-            rows = slice(None) if source.rows is None else slice(*source.rows)
-            tensor: torch.Tensor = part[source.index, rows]
-            return tensor.reshape(tensor.shape[-2:]).contiguous().clone()
+            fused: torch.Tensor = part[source.index]
+            tensor = fused.T if source.transposed else fused
+            if source.rows is not None:
+                tensor = tensor[slice(*source.rows)]
+            return tensor.contiguous().clone()
 
     def dense_tensors(self, layer: int | None) -> dict[str, torch.Tensor]:
         """Read the resident tensors of a layer, or of no layer (``None``)."""
@@ -115,9 +130,10 @@ class Checkpoint:
         return {name: self.tensor(name) for name in (names[r].format(layer=layer) for r in roles)}
 
     def expert_names(self, key: ExpertKey) -> list[str]:
-        """Names of an expert's gate, up and down projection."""
+        """Names of an expert's tensors in shard order."""
         names = self.family.bundle_names()
-        return [names[p].format(layer=key.layer, expert=key.expert) for p in PROJECTIONS]
+        roles = expert_shapes(self.config)
+        return [names[role].format(layer=key.layer, expert=key.expert) for role in roles]
 
     def expert(self, key: ExpertKey) -> ExpertWeights:
         """Read one expert in its stored dtype."""
@@ -150,7 +166,9 @@ class _Resolver:
         family: Architecture,
         config: ModelConfig,
         headers: Mapping[Path, Header],
+        num_mtp_layers: int,
     ) -> None:
+        self._num_mtp_layers = num_mtp_layers
         self._folder = folder
         self._family = family
         self._config = config
@@ -174,8 +192,9 @@ class _Resolver:
             for role, shape in dense_shapes(self._config, layer).items():
                 self._find(role, {"layer": layer}, shape, sources)
         for layer in self._config.moe_layers:
-            if self._family.fused_gate_up.format(layer=layer) in self._stored:
-                self._find_fused(layer, sources)
+            fused = self._fused_layout(layer)
+            if fused is not None:
+                self._find_fused(layer, fused, sources)
                 continue
             for expert in range(self._config.num_experts):
                 for role, shape in expert_shapes(self._config).items():
@@ -205,25 +224,49 @@ class _Resolver:
         path, entry = self._check(found[0], shape)
         sources[spellings[0]] = _Source(path, found[0], entry.dtype)
 
-    def _find_fused(self, layer: int, sources: dict[str, _Source]) -> None:
-        c, names = self._config, self._family.bundle_names()
-        wide = c.moe_intermediate_size
-        gate_up = self._family.fused_gate_up.format(layer=layer)
-        down = self._family.fused_down.format(layer=layer)
-        if down not in self._stored:
-            self._missing.append(down)
+    def _fused_layout(self, layer: int) -> FusedLayout | None:
+        """The layout with 3-D tensors that this layer is stored in, if it is."""
+        for fused in self._family.fused:
+            if fused.gate_up.format(layer=layer) in self._stored:
+                return fused
+        return None
+
+    def _find_fused(self, layer: int, fused: FusedLayout, sources: dict[str, _Source]) -> None:
+        c, wide = self._config, self._config.moe_intermediate_size
+        gate: _Rows = (0, None, 2) if fused.interleaved else (0, wide, 1)
+        up: _Rows = (1, None, 2) if fused.interleaved else (wide, None, 1)
+        parts: list[tuple[str, tuple[int, int], dict[str, _Rows | None]]] = [
+            (fused.gate_up, (2 * wide, c.hidden_size), {"gate_proj": gate, "up_proj": up}),
+            (fused.down, (c.hidden_size, wide), {"down_proj": None}),
+        ]
+        for template, shape, roles in parts:
+            name, swapped = template.format(layer=layer), fused.transposed
+            self._slice_fused(
+                name, shape[::-1] if swapped else shape, roles, layer, sources, swapped
+            )
+            if c.expert_bias:
+                biases = {f"{role}_bias": rows for role, rows in roles.items()}
+                self._slice_fused(f"{name}_bias", shape[:1], biases, layer, sources, False)
+
+    def _slice_fused(
+        self,
+        stored_name: str,
+        shape: tuple[int, ...],
+        roles: Mapping[str, _Rows | None],
+        layer: int,
+        sources: dict[str, _Source],
+        transposed: bool,
+    ) -> None:
+        """Find one fused tensor ``[E, *shape]`` and enter its slices for all experts."""
+        if stored_name not in self._stored:
+            self._missing.append(stored_name)
             return
-        gate_up_path, gate_up_entry = self._check(gate_up, (c.num_experts, 2 * wide, c.hidden_size))
-        down_path, down_entry = self._check(down, (c.num_experts, c.hidden_size, wide))
-        for e in range(c.num_experts):
-            gate_up_source = (gate_up_path, gate_up, gate_up_entry.dtype, e)
-            parts = {
-                "gate_proj": _Source(*gate_up_source, rows=(0, wide)),
-                "up_proj": _Source(*gate_up_source, rows=(wide, 2 * wide)),
-                "down_proj": _Source(down_path, down, down_entry.dtype, e),
-            }
-            for role, source in parts.items():
-                sources[names[role].format(layer=layer, expert=e)] = source
+        path, entry = self._check(stored_name, (self._config.num_experts, *shape))
+        names = self._family.bundle_names()
+        for role, rows in roles.items():
+            for expert in range(self._config.num_experts):
+                name = names[role].format(layer=layer, expert=expert)
+                sources[name] = _Source(path, stored_name, entry.dtype, expert, rows, transposed)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> tuple[Path, TensorEntry]:
         path, entry = self._stored[name]
@@ -242,6 +285,7 @@ class _Resolver:
 
     def _raise_problems(self) -> None:
         ignored = [re.compile(pattern) for pattern in self._family.ignored]
+        ignored += [self._mtp_pattern()]
         unexpected = sorted(
             name
             for name in self._stored.keys() - self._used
@@ -257,12 +301,27 @@ class _Resolver:
         if self._problems:
             raise CheckpointError(f"{self._folder}: " + "; ".join(self._problems))
 
+    def _mtp_pattern(self) -> re.Pattern[str]:
+        """Layers behind the last one, which predict further tokens: not used at run time."""
+        first = self._config.num_hidden_layers
+        extra = "|".join(str(first + i) for i in range(self._num_mtp_layers))
+        pattern = re.compile(rf"model\.layers\.({extra})\..*" if extra else r"(?!)")
+        dropped = [name for name in self._stored if pattern.fullmatch(name)]
+        if dropped:
+            logger.info("left out: %d tensors of multi-token prediction layers", len(dropped))
+        return pattern
+
     def _check_one_dtype(self) -> None:
         """Experts of one checkpoint share a dtype: slots and shards have one size."""
         stored = self._stored.items()
         dtypes = {entry.dtype for name, (_, entry) in stored if ".experts." in name}
         if len(dtypes) > 1:
             self._problems.append(f"routed experts have several dtypes: {sorted(dtypes)}")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are weight files to speak of, complete or not."""
+    return any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def _read_headers(folder: Path) -> dict[Path, Header]:

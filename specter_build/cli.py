@@ -9,14 +9,19 @@ Called by: the shell.  Next: pipeline.
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from specter_runtime.cli import guarded
 from specter_runtime.errors import SpecterError
 from specter_runtime.units import format_bytes
+
+if TYPE_CHECKING:  # pydantic and torch are imported only when a command runs
+    from specter_build.recipe import Recipe
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -32,40 +37,78 @@ def build_command(
     Does nothing if the bundle is there already and nothing has changed.
     """
     try:
-        from specter_build.open_inputs import bundle_nbytes, check_disk, open_inputs
         from specter_build.pipeline import build
         from specter_build.recipe import load_recipe
+        from specter_build.report import describe
     except ModuleNotFoundError as exc:
         raise SpecterError(
             f"{exc.name} is not installed; specter-build needs: pip install 'specter-moe[build]'"
         ) from exc
-    from specter_build.report import describe
-
     logging.getLogger("specter_build").setLevel(logging.INFO)
     if out is not None:
         overrides = (*overrides, f"output={str(out.absolute())!r}")
     loaded = load_recipe(recipe, overrides)
     folder = recipe.absolute().parent
     if dry_run:
-        inputs = open_inputs(loaded, folder)
-        destination = (folder / loaded.output).resolve()
-        check_disk(inputs, destination)
-        click.echo(f"would write {format_bytes(bundle_nbytes(inputs))} to {destination}", err=True)
-        for num_draft_tokens, memory in inputs.memory.items():
-            click.echo(
-                f"with {num_draft_tokens} draft tokens: {memory.num_slots} expert slots of "
-                f"{format_bytes(memory.slot_bytes)}, dense {format_bytes(memory.dense_bytes)}, "
-                f"draft {format_bytes(memory.draft_bytes)}, KV cache "
-                f"{format_bytes(memory.kv_cache_bytes)}, buffers "
-                f"{format_bytes(memory.buffer_bytes)}",
-                err=True,
-            )
+        _print_estimate(loaded, folder)
         return
-    result = build(loaded, folder)
+    result = build(loaded, folder, _progress_bar() if sys.stderr.isatty() else _no_bar)
     click.echo(describe(result.report, result.plan.num_draft_tokens, result.timings), err=True)
     if not result.was_built:
         click.echo("up to date, nothing to do", err=True)
     click.echo(result.destination)
+
+
+def _no_bar(done: int, total: int) -> None:
+    """In CI a log line a layer says enough."""
+
+
+def _progress_bar() -> Callable[[int, int], None]:
+    """A bar over layers with the time left, for a terminal."""
+    logging.getLogger("specter_build").setLevel(logging.WARNING)
+    bar: list[Any] = []
+
+    def on_layer(done: int, total: int) -> None:
+        if not bar:
+            bar.append(click.progressbar(length=total, label="layers", file=sys.stderr))
+            bar[0].update(done)
+        else:
+            bar[0].update(done - bar[0].pos)
+        if done == total:
+            bar[0].render_finish()
+
+    return on_layer
+
+
+def _print_estimate(recipe: Recipe, folder: Path) -> None:
+    """What a build would take; nothing is written."""
+    from specter_build.estimate import available_memory, estimate
+    from specter_build.open_inputs import check_disk, model_folder_for_estimate
+
+    sizes = estimate(recipe, model_folder_for_estimate(recipe, folder))
+    destination = (folder / recipe.output).resolve()
+    check_disk(sizes.bundle_bytes, destination)
+    config = sizes.config
+    lines = [
+        f"model        {config.model_type}: {config.num_hidden_layers} layers, "
+        f"{config.num_experts} experts, top-{config.num_experts_per_tok}, {sizes.expert_dtype}"
+        + ("" if sizes.has_weights else " (no weights here: sizes from config.json alone)"),
+        f"draft        {recipe.draft.method}, {recipe.draft.bits} bits in groups of "
+        f"{recipe.draft.group_size}",
+        f"bundle       {format_bytes(sizes.bundle_bytes)} at {destination}",
+        f"build        up to {format_bytes(sizes.build_bytes)} of memory "
+        f"({format_bytes(available_memory())} available)",
+    ]
+    for num_draft_tokens, memory in sizes.memory.items():
+        per_layer = memory.num_slots / len(config.moe_layers)
+        lines.append(
+            f"run          {num_draft_tokens} draft tokens in {format_bytes(memory.budget_bytes)}: "
+            f"{memory.num_slots} slots of {format_bytes(memory.slot_bytes)} ({per_layer:.1f} a "
+            f"layer), dense {format_bytes(memory.dense_bytes)}, draft "
+            f"{format_bytes(memory.draft_bytes)}, KV cache {format_bytes(memory.kv_cache_bytes)}, "
+            f"buffers {format_bytes(memory.buffer_bytes)}"
+        )
+    click.echo("\n".join(lines), err=True)
 
 
 def main_build() -> NoReturn:

@@ -20,17 +20,17 @@ import torch
 
 from specter_build.calibration import CalibrationText, make_sequences, read_texts
 from specter_build.checkpoint import CARRIED_FILES, Checkpoint
-from specter_build.plan_placement import CANDIDATES
+from specter_build.estimate import (
+    Estimate,
+    check_memory,
+    draft_bits,
+    estimate_checkpoint,
+)
 from specter_build.recipe import Recipe
 from specter_runtime import __version__
 from specter_runtime.bundle_loader import file_sha256
-from specter_runtime.config import DType, ModelConfig
 from specter_runtime.errors import CapacityError, RecipeError
-from specter_runtime.experts import expert_nbytes
 from specter_runtime.manifest import FORMAT_VERSION, FileEntry
-from specter_runtime.memory import MemoryUse, dense_nbytes, divide_budget, draft_nbytes
-from specter_runtime.shards import ALIGNMENT, align_up
-from specter_runtime.speculative_decoder import PROMPT_CHUNK_TOKENS
 from specter_runtime.tokenizer import Tokenizer
 from specter_runtime.units import format_bytes
 
@@ -46,14 +46,12 @@ class Inputs:
     calibration: CalibrationText
     sequences: torch.Tensor
     source_files: dict[str, FileEntry]
-    dtype: DType
-    memory: dict[int, MemoryUse]
+    estimate: Estimate
 
     @property
     def bits(self) -> tuple[tuple[int, ...], ...]:
         """Width of each stand-in by routed layer."""
-        config = self.checkpoint.config
-        return ((self.recipe.draft.bits,) * config.num_experts,) * len(config.moe_layers)
+        return draft_bits(self.recipe, self.checkpoint.config)
 
     @property
     def digest(self) -> str:
@@ -76,15 +74,8 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
             f"{model_folder}: tokenizer.json has {tokenizer.vocab_size} ids, config.json has "
             f"vocab_size {config.vocab_size}; they do not belong together"
         )
-    for name, length in (
-        ("calibration.sequence_length", recipe.calibration.sequence_length),
-        ("plan.max_context_tokens", recipe.plan.max_context_tokens),
-    ):
-        if length > config.max_position_embeddings:
-            raise RecipeError(
-                f"{name}: {length} is more than the model's max_position_embeddings, "
-                f"{config.max_position_embeddings}"
-            )
+    sizes = estimate_checkpoint(recipe, checkpoint)
+    check_memory(sizes.build_bytes)
     calibration = read_texts(recipe.calibration, folder)
     eos = json.loads((model_folder / "config.json").read_text("utf-8")).get("eos_token_id")
     eos_token_id = eos[0] if isinstance(eos, list) else eos
@@ -92,8 +83,6 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     source_files = {
         path.name: FileEntry(path.stat().st_size, file_sha256(path)) for path in checkpoint.files
     }
-    dtype = checkpoint.dense_dtype if recipe.plan.dtype == "auto" else recipe.plan.dtype
-    memory = divide_memory(recipe, config, checkpoint.expert_dtype, dtype)
     is_local = (folder / recipe.model).is_dir()
     return Inputs(
         recipe=recipe,
@@ -103,8 +92,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
         calibration=calibration,
         sequences=sequences,
         source_files=source_files,
-        dtype=dtype,
-        memory=memory,
+        estimate=sizes,
     )
 
 
@@ -117,13 +105,19 @@ def resolve_model(recipe: Recipe, folder: Path) -> Path:
     path = folder / recipe.model
     if path.is_dir():
         return path.resolve()
+    patterns = ["*.safetensors", "*.safetensors.index.json", *CARRIED_FILES]
+    return _download(recipe, folder, patterns)
+
+
+def _download(recipe: Recipe, folder: Path, patterns: list[str]) -> Path:
+    """Files of a hub id, through the hub's own cache."""
     if recipe.model.count("/") != 1 or recipe.model.startswith((".", "/")):
+        path = folder / recipe.model
         raise RecipeError(f"model: {path} is no folder and {recipe.model!r} is no hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.safetensors", "*.safetensors.index.json", *CARRIED_FILES]
         return Path(
             snapshot_download(recipe.model, revision=recipe.revision, allow_patterns=patterns)
         )
@@ -134,58 +128,6 @@ def resolve_model(recipe: Recipe, folder: Path) -> Path:
         ) from exc
 
 
-def divide_memory(
-    recipe: Recipe, config: ModelConfig, expert_dtype: str, dtype: str
-) -> dict[int, MemoryUse]:
-    """Number of draft tokens -> division of the budget, for every candidate that fits.
-
-    Raises:
-        CapacityError: none fits; states the minimum.
-    """
-    asked = recipe.plan.num_draft_tokens
-    bits = ((recipe.draft.bits,) * config.num_experts,) * len(config.moe_layers)
-    divisions: dict[int, MemoryUse] = {}
-    refusal: CapacityError | None = None
-    for candidate in CANDIDATES if asked == "auto" else (asked,):
-        try:
-            divisions[candidate] = divide_budget(
-                config,
-                memory_budget_bytes=recipe.plan.memory_budget,
-                draft_bits=bits if candidate else (),
-                group_size=recipe.draft.group_size,
-                symmetric=recipe.draft.symmetric,
-                dtype=dtype,
-                max_context_tokens=recipe.plan.max_context_tokens,
-                prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
-                num_draft_tokens=candidate,
-                slot_bytes=align_up(expert_nbytes(config, expert_dtype)),
-            )
-        except CapacityError as exc:
-            refusal = refusal or exc
-    if not divisions and refusal is not None:
-        raise CapacityError(f"plan.memory_budget: {refusal}")
-    return divisions
-
-
-def bundle_nbytes(inputs: Inputs) -> int:
-    """Bytes that the bundle will take, without headers and JSON."""
-    config, draft = inputs.checkpoint.config, inputs.recipe.draft
-    num_experts = len(config.moe_layers) * config.num_experts
-    shards = num_experts * (expert_nbytes(config, inputs.checkpoint.expert_dtype) + ALIGNMENT)
-    stand_ins = draft_nbytes(config, inputs.bits, draft.group_size, draft.symmetric)
-    return shards + stand_ins + dense_nbytes(config, inputs.checkpoint.dense_dtype)
-
-
-def check_disk(inputs: Inputs, destination: Path) -> None:
-    """Refuse a build for which the disk has no room."""
-    existing = next(parent for parent in destination.parents if parent.exists())
-    needed, free = bundle_nbytes(inputs), shutil.disk_usage(existing).free
-    if needed > free:
-        raise CapacityError(
-            f"output: {destination} needs {format_bytes(needed)}, {format_bytes(free)} are free"
-        )
-
-
 def tool_versions() -> dict[str, str]:
     """Versions of what shapes the bytes of a bundle."""
     names = ("torch", "tokenizers", "numpy")
@@ -194,3 +136,20 @@ def tool_versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: version(name) for name in names},
     }
+
+
+def model_folder_for_estimate(recipe: Recipe, folder: Path) -> Path:
+    """The checkpoint's folder; of a hub id only ``config.json`` is downloaded."""
+    path = folder / recipe.model
+    return path if path.is_dir() else _download(recipe, folder, ["config.json"])
+
+
+def check_disk(bundle_bytes: int, destination: Path) -> None:
+    """Refuse a build for which the disk has no room."""
+    existing = next(parent for parent in destination.parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if bundle_bytes > free:
+        raise CapacityError(
+            f"output: {destination} needs {format_bytes(bundle_bytes)}, "
+            f"{format_bytes(free)} are free"
+        )

@@ -27,13 +27,12 @@ import torch
 
 from specter_build.audit import audit
 from specter_build.checkpoint import CARRIED_FILES
+from specter_build.convert_layers import LayerObserver, convert_layers
 from specter_build.open_inputs import Inputs, check_disk, open_inputs, tool_versions
 from specter_build.plan_placement import Evidence, plan_placement
-from specter_build.profile_routing import COMPUTE_DTYPE, HeadComparison, LayerRunner
-from specter_build.quantize_draft import draft_tensors, quantize_layer
+from specter_build.profile_routing import HeadComparison
 from specter_build.recipe import Recipe
 from specter_build.report import LayerProfile, make_report, summarize_layer
-from specter_build.split_experts import split_layer
 from specter_build.write_bundle import (
     TIMINGS_FILE,
     UNHASHED_FILES,
@@ -43,7 +42,7 @@ from specter_build.write_bundle import (
     work_folder,
     write_text,
 )
-from specter_runtime.experts import ExpertKey, PackedExperts, ResidentExperts, expert_nbytes
+from specter_runtime.experts import expert_nbytes
 from specter_runtime.manifest import (
     FORMAT,
     FORMAT_VERSION,
@@ -53,8 +52,6 @@ from specter_runtime.manifest import (
     ExpertFormat,
     Manifest,
     Plan,
-    draft_path,
-    model_path,
     read_json,
 )
 from specter_runtime.memory import dense_nbytes, draft_nbytes
@@ -77,15 +74,21 @@ class BuildResult:
     was_built: bool
 
 
-def build(recipe: Recipe, folder: Path) -> BuildResult:
+def build(
+    recipe: Recipe, folder: Path, on_layer: LayerObserver = lambda done, total: None
+) -> BuildResult:
     """Build the bundle that a recipe describes; does nothing if it is there already.
+
+    A build that was killed, or that failed underway, leaves a hidden work folder beside its
+    destination from which the next build of the same inputs goes on.
 
     Args:
         recipe: what to build.
         folder: what the recipe's relative paths are relative to.
+        on_layer: told of each finished layer.
 
     Raises:
-        SpecterError: recipe, checkpoint, disk or memory will not do; nothing is left behind.
+        SpecterError: recipe, checkpoint, disk or memory will not do.
     """
     started = time.perf_counter()
     destination = (folder / recipe.output).resolve()
@@ -95,9 +98,9 @@ def build(recipe: Recipe, folder: Path) -> BuildResult:
         plan = Plan.from_dict(read_json(destination / PLAN_FILE), PLAN_FILE)
         report, timings = (read_json(destination / name) for name in (REPORT_FILE, TIMINGS_FILE))
         return BuildResult(destination, report, plan, timings, was_built=False)
-    check_disk(inputs, destination)
+    check_disk(inputs.estimate.bundle_bytes, destination)
     with work_folder(destination) as work, torch.inference_mode():
-        profiles, heads = convert_layers(inputs, work)
+        profiles, heads = convert_layers(inputs, work, on_layer)
         report, plan = conclude(inputs, profiles, heads)
         write_records(inputs, work, profiles, heads, report, plan)
         timings = {
@@ -106,42 +109,9 @@ def build(recipe: Recipe, folder: Path) -> BuildResult:
         }
         write_text(work / TIMINGS_FILE, _json(timings))
         write_text(work / MANIFEST_FILE, make_manifest(inputs, work).to_json())
-        audit(work, inputs.checkpoint, inputs.sequences[0].tolist())
+        audit(work, inputs.checkpoint, inputs.sequences[0].tolist(), inputs.estimate.build_bytes)
         move_into_place(work, destination)
     return BuildResult(destination, report, plan, timings, was_built=True)
-
-
-def convert_layers(inputs: Inputs, work: Path) -> tuple[dict[int, LayerProfile], HeadComparison]:
-    """Profile, quantize and split, one layer resident at a time."""
-    checkpoint, config = inputs.checkpoint, inputs.checkpoint.config
-    names = checkpoint.family.bundle_names()
-    for sub_folder in ("model", "draft", "experts"):
-        (work / sub_folder).mkdir()
-    runner = LayerRunner(config, names, inputs.sequences.shape[1])
-    common = checkpoint.dense_tensors(None)
-    write_tensors(work / model_path(None), common, {})
-    target = draft = runner.embed(inputs.sequences, common)
-    profiles: dict[int, LayerProfile] = {}
-    for index in range(config.num_hidden_layers):
-        started = time.perf_counter()
-        dense = checkpoint.dense_tensors(index)
-        write_tensors(work / model_path(index), dense, {})
-        layer = runner.bind_layer(index, dense)
-        keys = [ExpertKey(index, e) for e in range(config.num_experts)]
-        experts = {key: checkpoint.expert(key) for key in keys if index in config.moe_layers}
-        quantized = quantize_layer(experts, inputs.recipe.draft)
-        target, target_routing = runner.run(layer, target, ResidentExperts(experts))
-        stand_ins = PackedExperts(quantized.packed, COMPUTE_DTYPE)
-        draft, draft_routing = runner.run(layer, draft, stand_ins)
-        if target_routing is not None and draft_routing is not None:
-            expert_names = {key: checkpoint.expert_names(key) for key in experts}
-            split_layer(work, experts, expert_names)
-            tensors = draft_tensors(quantized.packed, expert_names)
-            write_tensors(work / draft_path(index), tensors, {})
-            profiles[index] = LayerProfile(target_routing, draft_routing, quantized.relative_error)
-        elapsed = time.perf_counter() - started
-        logger.info("layer %d of %d: %.1f s", index + 1, config.num_hidden_layers, elapsed)
-    return profiles, runner.compare_heads(target, draft, common)
 
 
 def conclude(
@@ -154,7 +124,9 @@ def conclude(
     num_experts = len(config.moe_layers) * config.num_experts
     sizes = {
         "dense_bytes": dense_nbytes(config, checkpoint.dense_dtype),
-        "draft_bytes": draft_nbytes(config, inputs.bits, draft.group_size, draft.symmetric),
+        "draft_bytes": draft_nbytes(
+            config, inputs.bits, draft.group_size, draft.symmetric, checkpoint.expert_dtype
+        ),
         "shard_bytes": num_experts * expert_nbytes(config, checkpoint.expert_dtype),
     }
     calibration = {
@@ -171,8 +143,10 @@ def conclude(
         recall=report["recall"]["mean"],
     )
     context = recipe.plan.max_context_tokens
-    plan = plan_placement(config, inputs.memory, evidence, recipe.hardware, inputs.dtype, context)
-    report["memory"] = asdict(inputs.memory[plan.num_draft_tokens])
+    plan = plan_placement(
+        config, inputs.estimate.memory, evidence, recipe.hardware, inputs.estimate.dtype, context
+    )
+    report["memory"] = asdict(inputs.estimate.memory[plan.num_draft_tokens])
     return report, plan
 
 

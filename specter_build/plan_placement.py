@@ -23,9 +23,6 @@ from specter_runtime.experts import ExpertKey, expert_nbytes
 from specter_runtime.manifest import FORMAT_VERSION, Plan
 from specter_runtime.memory import MemoryUse, dense_nbytes
 
-CANDIDATES = (0, 1, 2, 4, 8, 16)
-"""Numbers of draft tokens that the planner weighs."""
-
 MAX_REPLAYED_TOKENS = 2048
 """Tokens of the calibration set that are replayed; enough for a hit rate, little enough to wait."""
 

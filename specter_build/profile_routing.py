@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from specter_runtime.config import ModelConfig
 from specter_runtime.experts import ExpertProvider
 from specter_runtime.kv_cache import KVCache
-from specter_runtime.layers import RotaryEmbedding, rms_norm
-from specter_runtime.model import DecoderLayer, bind
+from specter_runtime.layers import RotaryEmbedding, normalize
+from specter_runtime.model import DecoderLayer, bind, embed, head_logits
 from specter_runtime.moe import Routing
 
 COMPUTE_DTYPE = torch.float32
@@ -51,13 +50,12 @@ class LayerRunner:
         """Prepare for sequences of ``sequence_length`` tokens."""
         self._config = config
         self._names = tensor_names
-        self._angles = RotaryEmbedding(config).angles(0, sequence_length, COMPUTE_DTYPE)
+        self._angles = RotaryEmbedding(config.rope).angles(0, sequence_length, COMPUTE_DTYPE)
         self._kv_cache = KVCache(config, sequence_length, COMPUTE_DTYPE, num_layers=1)
 
     def embed(self, token_ids: torch.Tensor, common: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Hidden states ``[N, T, D]`` of token ids ``[N, T]``."""
-        embedding = common[self._names["embed_tokens"]]
-        return embedding[token_ids].to(COMPUTE_DTYPE)
+        return embed(token_ids, self._bind_common(common), self._config)
 
     def bind_layer(self, index: int, tensors: Mapping[str, torch.Tensor]) -> DecoderLayer:
         """A layer over its dense tensors."""
@@ -84,13 +82,12 @@ class LayerRunner:
         common: Mapping[str, torch.Tensor],
     ) -> HeadComparison:
         """Apply the final norm and the head to both streams."""
-        bound = bind(self._config, None, common, self._names, COMPUTE_DTYPE)
-        head = bound.get("lm_head", bound["embed_tokens"])
+        bound, config = self._bind_common(common), self._config
         agrees, overlaps = [], []
         streams = (torch.split(stream.flatten(0, 1), HEAD_ROWS) for stream in (target, draft))
         for rows in zip(*streams, strict=True):
             target_logits, draft_logits = (
-                functional.linear(rms_norm(x, bound["norm"], self._config.rms_norm_eps), head)
+                head_logits(normalize(x, bound, "norm", config.rms_norm_eps), bound, config)
                 for x in rows
             )
             agrees.append(target_logits.argmax(-1) == draft_logits.argmax(-1))
@@ -98,3 +95,6 @@ class LayerRunner:
             overlaps.append(both.sum(-1))
         shape = target.shape[:2]
         return HeadComparison(torch.cat(agrees).view(shape), torch.cat(overlaps).view(shape))
+
+    def _bind_common(self, common: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return bind(self._config, None, common, self._names, COMPUTE_DTYPE)

@@ -48,7 +48,8 @@ def quantize_layer(
                 ) from exc
             weight_error, weight_total = squared_errors(weight, parts[projection])
             error, total = error + weight_error, total + weight_total
-        packed[key] = PackedExpert(**parts)
+        biases = tuple(bias for bias in weights.biases if bias is not None)
+        packed[key] = PackedExpert(**parts, biases=biases)
     return QuantizedLayer(packed, error / total if total else 0.0)
 
 
@@ -58,10 +59,12 @@ def draft_tensors(
     """The tensors of a layer's draft file: ``NAME.codes``, ``.scales`` and ``.zero_points``."""
     tensors: dict[str, torch.Tensor] = {}
     for key, expert in packed.items():
-        for name, projection in zip(names[key], PROJECTIONS, strict=True):
+        matrix_names, bias_names = names[key][:3], names[key][3:]
+        for name, projection in zip(matrix_names, PROJECTIONS, strict=True):
             part = getattr(expert, projection)
             tensors[f"{name}.codes"] = part.codes
             tensors[f"{name}.scales"] = part.scales
             if part.zero_points is not None:
                 tensors[f"{name}.zero_points"] = part.zero_points
+        tensors |= dict(zip(bias_names, expert.biases, strict=True))
     return tensors

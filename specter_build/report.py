@@ -43,6 +43,13 @@ class LayerProfile:
     draft: Routing
     relative_error: float
 
+    def recall(self) -> float:
+        """Mean routing recall."""
+        num_experts = int(self.target.selected_experts.max()) + 1
+        num_experts = max(num_experts, int(self.draft.selected_experts.max()) + 1)
+        hot = (one_hot(r.selected_experts[None], num_experts) for r in (self.target, self.draft))
+        return float(routing_recall(*hot).mean())
+
 
 def summarize_layer(
     profile: LayerProfile, num_sequences: int, config: ModelConfig

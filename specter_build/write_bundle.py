@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from specter_runtime.bundle_loader import file_sha256
-from specter_runtime.errors import RecipeError
+from specter_runtime.errors import BundleError, RecipeError
 from specter_runtime.manifest import MANIFEST_FILE, FileEntry, read_json
 
 TIMINGS_FILE = "timings.json"
 UNHASHED_FILES = (TIMINGS_FILE,)
+PROGRESS = "progress"
+"""Folder of the work folder that is no part of the bundle."""
 
 
 def existing_digest(destination: Path) -> str | None:
@@ -39,7 +41,9 @@ def existing_digest(destination: Path) -> str | None:
 
 @contextmanager
 def work_folder(destination: Path) -> Iterator[Path]:
-    """An empty folder beside ``destination`` to build in, removed if the build fails.
+    """A folder beside ``destination`` to build in; what an earlier build left there is still there.
+
+    It is removed when a finished bundle fails its audit: building it again would not help.
 
     Raises:
         RecipeError: another build of the same destination is running, or the folder cannot be made.
@@ -56,12 +60,13 @@ def work_folder(destination: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
             raise RecipeError(f"output: {destination} is being built by another process") from exc
-        shutil.rmtree(work, ignore_errors=True)  # of a build that was killed
-        work.mkdir()
+        work.mkdir(exist_ok=True)
         try:
             yield work
-        finally:
+        except BundleError:
             shutil.rmtree(work, ignore_errors=True)
+            raise
+        finally:
             lock_path.unlink(missing_ok=True)
 
 
@@ -72,7 +77,7 @@ def hash_files(work: Path) -> dict[str, FileEntry]:
     return {
         name: FileEntry(path.stat().st_size, file_sha256(path))
         for name, path in zip(names, paths, strict=True)
-        if name != MANIFEST_FILE and name not in UNHASHED_FILES
+        if name not in (MANIFEST_FILE, *UNHASHED_FILES) and not name.startswith(f"{PROGRESS}/")
     }
 
 
@@ -86,6 +91,7 @@ def write_text(path: Path, text: str) -> None:
 
 def move_into_place(work: Path, destination: Path) -> None:
     """Move a finished work folder to its destination, replacing an old bundle."""
+    shutil.rmtree(work / PROGRESS, ignore_errors=True)
     old = destination.with_name(f".{destination.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if destination.exists():

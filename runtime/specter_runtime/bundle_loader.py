@@ -13,12 +13,18 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from specter_runtime.errors import BundleError, name_list
-from specter_runtime.experts import ExpertKey, PackedExpert, expert_nbytes, expert_shapes
+from specter_runtime.experts import (
+    ExpertKey,
+    PackedExpert,
+    expert_nbytes,
+    expert_shapes,
+    matrix_shapes,
+)
 from specter_runtime.manifest import (
     MANIFEST_FILE,
     PLAN_FILE,
@@ -110,27 +116,45 @@ class Bundle:
         self, tensors: dict[str, torch.Tensor], key: ExpertKey, bits: int
     ) -> PackedExpert:
         manifest, draft = self.manifest, self.manifest.draft
-        where = self.root / draft_path(key.layer)
-        parts = {}
+        parts: dict[str, PackedTensor] = {}
+        biases: list[torch.Tensor] = []
+        suffixes = ("codes", "scales") if draft.symmetric else ("codes", "scales", "zero_points")
+        matrices = matrix_shapes(manifest.model)
         for role, shape in expert_shapes(manifest.model).items():
             name = manifest.tensor_names[role].format(layer=key.layer, expert=key.expert)
-            suffixes = (
-                ("codes", "scales") if draft.symmetric else ("codes", "scales", "zero_points")
-            )
-            found = [tensors.get(f"{name}.{suffix}") for suffix in suffixes]
-            forms = packed_forms(shape, bits, draft.group_size)
-            for suffix, tensor, (form, dtype) in zip(suffixes, found, forms, strict=False):
-                if tensor is None:
-                    raise BundleError(f"{where}: tensor '{name}.{suffix}' is missing")
-                if tensor.shape != form or tensor.dtype != dtype:
-                    raise BundleError(
-                        f"{where}: tensor '{name}.{suffix}' is {tensor.dtype} "
-                        f"{list(tensor.shape)}, expected {dtype} {list(form)}"
-                    )
-            codes, scales = cast(torch.Tensor, found[0]), cast(torch.Tensor, found[1])
+            if role not in matrices:
+                dtype: torch.dtype = getattr(torch, manifest.experts.dtype)
+                biases.append(self._part(tensors, key, name, shape, dtype))
+                continue
+            forms = packed_forms(matrices[role], bits, draft.group_size)
+            found = [
+                self._part(tensors, key, f"{name}.{suffix}", *form)
+                for suffix, form in zip(suffixes, forms, strict=False)
+            ]
             zero_points = None if draft.symmetric else found[2]
-            parts[role] = PackedTensor(codes, scales, zero_points, shape, bits, draft.group_size)
-        return PackedExpert(**parts)
+            parts[role] = PackedTensor(
+                found[0], found[1], zero_points, matrices[role], bits, draft.group_size
+            )
+        return PackedExpert(**parts, biases=tuple(biases))
+
+    def _part(
+        self,
+        tensors: dict[str, torch.Tensor],
+        key: ExpertKey,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """A tensor of a draft file, if it is there and of this form."""
+        where, tensor = self.root / draft_path(key.layer), tensors.get(name)
+        if tensor is None:
+            raise BundleError(f"{where}: tensor {name!r} is missing")
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise BundleError(
+                f"{where}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, "
+                f"expected {dtype} {list(shape)}"
+            )
+        return tensor
 
 
 def load_bundle(root: Path, *, verify_hashes: bool = False) -> Bundle:

@@ -14,8 +14,64 @@ from typing import Literal
 
 DType = Literal["bfloat16", "float16", "float32"]
 QKNorm = Literal["none", "head", "full"]
+Scoring = Literal["softmax", "sigmoid", "softmax_topk", "sparsemixer"]
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding, reduced to what the runtime needs of any scaling.
+
+    Attributes:
+        inverse_frequencies: one a pair of rotated dimensions, float32 values.
+        attention_factor: multiplies cosines and sines (YaRN, LongRoPE).
+        interleaved: pairs are neighbours (2i, 2i + 1) instead of (i, i + half).
+    """
+
+    inverse_frequencies: tuple[float, ...]
+    attention_factor: float = 1.0
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """From router logits to chosen experts and their weights.
+
+    Attributes:
+        scoring: ``softmax`` over all experts, ``sigmoid`` of each, ``softmax_topk`` over the chosen
+            ones only, or ``sparsemixer`` (arXiv 2409.12136) with ``jitter_eps``.
+        norm_topk_prob: whether the chosen weights are scaled to sum to 1 ...
+        norm_min: ... dividing by no less than this.
+        routed_scaling_factor: multiplies the weights last.
+        correction_bias: a bias that is added for the choice only, stored as ``[E]`` (``flat``) or
+            ``[1, E]`` (``row``).
+        bias: whether the router has a bias in its logits.
+        n_group, topk_group: of ``n_group`` groups of experts ``topk_group`` may be chosen from.
+        group_score: a group counts as its best expert (``max``) or its best two (``top2``).
+    """
+
+    scoring: Scoring = "softmax"
+    norm_topk_prob: bool = False
+    norm_min: float = 0.0
+    routed_scaling_factor: float = 1.0
+    correction_bias: Literal["none", "flat", "row"] = "none"
+    bias: bool = False
+    n_group: int = 1
+    topk_group: int = 1
+    group_score: Literal["max", "top2"] = "top2"
+    jitter_eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (arXiv 2405.04434): a latent and a rotated key are cached."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +79,18 @@ class ModelConfig:
     """One mixture-of-experts decoder.
 
     Attributes not found under the same name in Hugging Face configs:
+        attention_scaling: multiplies query-key products.
+        attention_bias, attention_out_bias: of the q, k, v and of the output projection.
         qk_norm: RMS norm of queries and keys: ``none``, one per ``head``, or over the ``full``
-            projection.
+            projection; before rotation unless ``qk_norm_after_rope``.
+        attention_sinks: each head has a logit that takes part in the softmax and has no value.
+        sliding_layers: layers that see ``sliding_window`` positions only.
+        latent: set for latent attention; then there is one key/value head.
+        norm: root-mean-square norm, or layer norm with a bias.
+        swiglu_limit: set for the clamped SwiGLU of gpt-oss; None is silu(gate) * up.
+        expert_bias: routed experts have biases.
+        shared_intermediate_size: width of the shared expert; 0 if there is none.
+        shared_gate: the shared expert's output is gated by a sigmoid.
         dense_layers: layers whose MLP is dense (``intermediate_size``) instead of routed.
     """
 
@@ -38,16 +104,32 @@ class ModelConfig:
     moe_intermediate_size: int
     num_experts: int
     num_experts_per_tok: int
-    norm_topk_prob: bool
     rms_norm_eps: float
-    rope_theta: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
-    qk_norm: QKNorm
-    clip_qkv: float | None
-    intermediate_size: int | None
-    dense_layers: tuple[int, ...]
+    attention_scaling: float
+    rope: RopeConfig
+    routing: RoutingConfig
+    latent: LatentConfig | None = None
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    qk_norm: QKNorm = "none"
+    qk_norm_after_rope: bool = False
+    clip_qkv: float | None = None
+    attention_sinks: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    norm: Literal["rms", "layer"] = "rms"
+    swiglu_limit: float | None = None
+    expert_bias: bool = False
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    lm_head_bias: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    intermediate_size: int | None = None
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -56,12 +138,25 @@ class ModelConfig:
 
     @property
     def expert_num_weights(self) -> int:
-        """Weights of one routed expert: gate, up and down projection."""
+        """Weights of one routed expert's three matrices."""
         return 3 * self.hidden_size * self.moe_intermediate_size
+
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        """Heads and width of what the KV cache holds as keys: ``[G, C]``."""
+        if self.latent is None:
+            return self.num_key_value_heads, self.head_dim
+        return 1, self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head of values in the KV cache; 0 when values are a part of the keys."""
+        return self.head_dim if self.latent is None else 0
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes that one token adds to the KV cache over all layers."""
-        per_layer = 2 * self.num_key_value_heads * self.head_dim * DTYPE_BYTES[dtype]
+        num_heads, width = self.key_shape
+        per_layer = num_heads * (width + self.value_width) * DTYPE_BYTES[dtype]
         return per_layer * self.num_hidden_layers
 
 

@@ -8,6 +8,7 @@ Called by: moe (through ``ExpertProvider``).  Next: packed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -30,33 +31,54 @@ class ExpertKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert in full precision; gate and up are ``[I, D]``, down is ``[D, I]``."""
+    """One expert in full precision; gate and up are ``[I, D]``, down is ``[D, I]``.
+
+    Biases are ``[I]``, ``[I]`` and ``[D]``, None in families without.
+    """
 
     gate_proj: torch.Tensor
     up_proj: torch.Tensor
     down_proj: torch.Tensor
+    gate_proj_bias: torch.Tensor | None = None
+    up_proj_bias: torch.Tensor | None = None
+    down_proj_bias: torch.Tensor | None = None
+
+    @property
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Of gate, up and down projection."""
+        return self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors in shard order."""
+        biases = [bias for bias in self.biases if bias is not None]
+        return [self.gate_proj, self.up_proj, self.down_proj, *biases]
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
         """The same weights in ``dtype``; itself when it has that already."""
         if self.gate_proj.dtype == dtype:
             return self
         return ExpertWeights(
-            self.gate_proj.to(dtype), self.up_proj.to(dtype), self.down_proj.to(dtype)
+            self.gate_proj.to(dtype),
+            self.up_proj.to(dtype),
+            self.down_proj.to(dtype),
+            *(None if bias is None else bias.to(dtype) for bias in self.biases),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PackedExpert:
-    """One expert of the draft, quantized."""
+    """One expert of the draft: matrices quantized, biases as they are."""
 
     gate_proj: PackedTensor
     up_proj: PackedTensor
     down_proj: PackedTensor
+    biases: tuple[torch.Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all three matrices."""
-        return self.gate_proj.nbytes + self.up_proj.nbytes + self.down_proj.nbytes
+        """Bytes of matrices and biases."""
+        matrices = (self.gate_proj, self.up_proj, self.down_proj)
+        return sum(m.nbytes for m in matrices) + sum(bias.nbytes for bias in self.biases)
 
     def dequantize(self, dtype: torch.dtype) -> ExpertWeights:
         """The weights that the codes stand for."""
@@ -64,6 +86,7 @@ class PackedExpert:
             dequantize(self.gate_proj, dtype),
             dequantize(self.up_proj, dtype),
             dequantize(self.down_proj, dtype),
+            *(bias.to(dtype) for bias in self.biases),
         )
 
 
@@ -111,15 +134,25 @@ class PackedExperts:
                 yield expert, packed.dequantize(self._dtype)
 
 
-def expert_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Shape of each projection of an expert, in shard order."""
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Shape of each matrix of an expert, in shard order."""
     wide = (config.moe_intermediate_size, config.hidden_size)
     return {"gate_proj": wide, "up_proj": wide, "down_proj": (wide[1], wide[0])}
 
 
+def expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of an expert, in shard order: matrices, then biases."""
+    matrices = matrix_shapes(config)
+    if not config.expert_bias:
+        return dict(matrices)
+    biases = {f"{name}_bias": shape[:1] for name, shape in matrices.items()}
+    return {**matrices, **biases}
+
+
 def expert_nbytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of one expert's three matrices, unpadded."""
-    return config.expert_num_weights * DTYPE_BYTES[dtype]
+    """Bytes of one expert's tensors, unpadded."""
+    num_weights = sum(math.prod(shape) for shape in expert_shapes(config).values())
+    return num_weights * DTYPE_BYTES[dtype]
 
 
 def view_expert(buffer: torch.Tensor, config: ModelConfig, dtype: str) -> ExpertWeights:
@@ -134,7 +167,7 @@ def view_expert(buffer: torch.Tensor, config: ModelConfig, dtype: str) -> Expert
     views: dict[str, torch.Tensor] = {}
     start = 0
     for name, shape in expert_shapes(config).items():
-        nbytes = shape[0] * shape[1] * DTYPE_BYTES[dtype]
+        nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
         views[name] = buffer[start : start + nbytes].view(torch_dtype).view(shape)
         start += nbytes
     return ExpertWeights(**views)

@@ -15,7 +15,9 @@ from specter_runtime.errors import CapacityError
 
 
 class KVCache:
-    """Per layer: keys and values ``[capacity, G, C]``.
+    """Per layer: keys ``[capacity, G, C]`` and values of the model's own width.
+
+    With latent attention values are a part of the keys and are not stored again.
 
     The position comes first, so that the first ``S`` positions are one contiguous block whatever
     the capacity is: what a row computes does not depend on the room behind it.
@@ -25,10 +27,12 @@ class KVCache:
         self, config: ModelConfig, capacity_tokens: int, dtype: torch.dtype, num_layers: int = -1
     ) -> None:
         """Allocate zeroed room for ``capacity_tokens`` in ``num_layers`` layers (-1: all)."""
-        shape = (capacity_tokens, config.num_key_value_heads, config.head_dim)
+        num_heads, width = config.key_shape
+        keys = (capacity_tokens, num_heads, width)
+        values = (capacity_tokens, num_heads, config.value_width)
         layers = range(config.num_hidden_layers if num_layers < 0 else num_layers)
-        self._keys = [torch.zeros(shape, dtype=dtype) for _ in layers]
-        self._values = [torch.zeros(shape, dtype=dtype) for _ in layers]
+        self._keys = [torch.zeros(keys, dtype=dtype) for _ in layers]
+        self._values = [torch.zeros(values, dtype=dtype) for _ in layers]
         self.capacity_tokens = capacity_tokens
         self.length = 0
 

@@ -9,10 +9,12 @@ Called by: model, moe.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch.nn import functional
 
-from specter_runtime.config import ModelConfig
+from specter_runtime.config import RopeConfig
 
 
 def rms_norm(
@@ -29,57 +31,118 @@ def rms_norm(
     return weight * wide.to(hidden.dtype)
 
 
+def normalize(
+    hidden: torch.Tensor,  # [..., D]
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    eps: float,
+) -> torch.Tensor:
+    """The norm ``name``: layer norm where it has a bias, else root-mean-square norm."""
+    bias = tensors.get(f"{name}_bias")
+    if bias is None:
+        return rms_norm(hidden, tensors[name], eps)
+    return functional.layer_norm(hidden, hidden.shape[-1:], tensors[name], bias, eps)
+
+
+Biases = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Of gate, up and down projection."""
+
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, each ``[T, 1, C]``."""
+"""Cosines and sines, each ``[T, 1, pairs]``."""
 
 
 class RotaryEmbedding:
-    """Rotary position embedding, half-split layout. Source: arXiv 2104.09864, equation 34."""
+    """Rotary position embedding. Source: arXiv 2104.09864, equation 34."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(torch.float32)
-        self._inverse_frequencies = 1.0 / config.rope_theta ** (exponents / config.head_dim)
+    def __init__(self, rope: RopeConfig) -> None:
+        self._frequencies = torch.tensor(rope.inverse_frequencies, dtype=torch.float32)
+        self._factor = rope.attention_factor
 
     def angles(self, start: int, num_tokens: int, dtype: torch.dtype) -> Angles:
         """Angles of positions ``start ..``; computed in float32, rounded to ``dtype``."""
         positions = torch.arange(start, start + num_tokens, dtype=torch.float32)
-        angles = positions.unsqueeze(-1) * self._inverse_frequencies  # [T, C / 2]
-        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, C]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        angles = (positions.unsqueeze(-1) * self._frequencies).unsqueeze(1)  # [T, 1, pairs]
+        return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
 
 
 def rotate(
     heads: torch.Tensor,  # [T, heads, C]
     angles: Angles,
+    interleaved: bool,
 ) -> torch.Tensor:
-    """Turn each pair (i, i + C/2) of a head by its angle."""
+    """Turn the first dimensions of each head, pair by pair; the rest passes.
+
+    Interleaved pairs come out in the half-split order: queries and keys alike, so their products
+    are the same.
+    """
     cos, sin = angles
-    low, high = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-high, low), dim=-1) * sin
+    width = 2 * cos.shape[-1]
+    turned = heads[..., :width]
+    if interleaved:
+        low, high = turned[..., 0::2], turned[..., 1::2]
+    else:
+        low, high = turned.chunk(2, dim=-1)
+    parts = (low * cos - high * sin, high * cos + low * sin, heads[..., width:])
+    return torch.cat(parts, dim=-1)
 
 
 def attend(
     queries: torch.Tensor,  # [T, H, C]
     keys: torch.Tensor,  # [S, G, C]
-    values: torch.Tensor,  # [S, G, C]
+    values: torch.Tensor,  # [S, G, Cv]
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None,  # [H]
 ) -> torch.Tensor:
-    """Causal grouped-query attention of the last T of S positions: ``[T, H * C]``.
+    """Causal grouped-query attention of the last T of S positions: ``[T, H * Cv]``.
 
-    A block of one row sees exactly its own S positions, no mask and no padding: the call is the
-    same whether the row is decoded or verified.
+    A block of one row sees exactly its own positions, no mask and no padding: the call is the same
+    whether the row is decoded or verified.
+
+    Args:
+        queries: of the T new positions.
+        keys: of all S positions.
+        values: of all S positions.
+        scaling: multiplies query-key products.
+        window: positions that a row sees, itself included; None for all.
+        sinks: a logit per head that takes part in the softmax and has no value (arXiv 2309.17453).
     """
     num_new, num_seen = queries.shape[0], keys.shape[0]
     mask = None
     if num_new > 1:
         mask = torch.ones(num_new, num_seen, dtype=torch.bool).tril(num_seen - num_new)
-    out = functional.scaled_dot_product_attention(
-        queries.transpose(0, 1).unsqueeze(0),  # [1, H, T, C]
-        keys.transpose(0, 1).unsqueeze(0),  # [1, G, S, C]
-        values.transpose(0, 1).unsqueeze(0),
-        attn_mask=mask,
-        enable_gqa=True,
-    )
-    return out[0].transpose(0, 1).reshape(num_new, -1)
+        if window is not None:
+            mask = mask.triu(num_seen - num_new - window + 1)
+    elif window is not None:
+        keys, values = keys[-window:], values[-window:]
+    q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))  # [heads, T or S, width]
+    if sinks is None:
+        out = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, scale=scaling, enable_gqa=True
+        )[0]
+    else:
+        out = _attend_with_sinks(q, k, v, mask, scaling, sinks)
+    return out.transpose(0, 1).reshape(num_new, -1)
+
+
+def _attend_with_sinks(
+    queries: torch.Tensor,  # [H, T, C]
+    keys: torch.Tensor,  # [G, S, C]
+    values: torch.Tensor,  # [G, S, Cv]
+    mask: torch.Tensor | None,  # [T, S]
+    scaling: float,
+    sinks: torch.Tensor,  # [H]
+) -> torch.Tensor:
+    """Attention spelled out: ``[H, T, Cv]``. The softmax is computed in float32."""
+    num_groups = queries.shape[0] // keys.shape[0]
+    keys = keys.repeat_interleave(num_groups, dim=0)
+    values = values.repeat_interleave(num_groups, dim=0)
+    scores = (queries @ keys.transpose(1, 2)).to(torch.float32) * scaling  # [H, T, S]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    column = sinks.to(torch.float32).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+    shares = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+    return shares.to(values.dtype) @ values
 
 
 def swiglu(
@@ -87,7 +150,30 @@ def swiglu(
     gate_proj: torch.Tensor,  # [I, D]
     up_proj: torch.Tensor,  # [I, D]
     down_proj: torch.Tensor,  # [D, I]
+    biases: Biases = (None, None, None),
+    limit: float | None = None,
 ) -> torch.Tensor:
-    """down(silu(gate(x)) * up(x)): ``[T, D]``. Source: arXiv 2002.05202, equation 6."""
-    gate = functional.silu(functional.linear(hidden, gate_proj))  # [T, I]
-    return functional.linear(gate * functional.linear(hidden, up_proj), down_proj)
+    """down(silu(gate(x)) * up(x)): ``[T, D]``. Source: arXiv 2002.05202, equation 6.
+
+    Args:
+        hidden: the rows.
+        gate_proj: see above.
+        up_proj: see above.
+        down_proj: see above.
+        biases: of gate, up and down projection.
+        limit: set for the clamped variant of gpt-oss.
+    """
+    gate = functional.linear(hidden, gate_proj, biases[0])  # [T, I]
+    up = functional.linear(hidden, up_proj, biases[1])
+    inner = functional.silu(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
+    return functional.linear(inner, down_proj, biases[2])
+
+
+def clamped_swiglu(
+    gate: torch.Tensor,  # [T, I]
+    up: torch.Tensor,  # [T, I]
+    limit: float,
+) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate), both clamped: ``[T, I]``. Source: gpt-oss."""
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(1.702 * gate))

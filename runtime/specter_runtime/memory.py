@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from specter_runtime.config import DTYPE_BYTES, ModelConfig
 from specter_runtime.errors import CapacityError
-from specter_runtime.experts import expert_shapes
+from specter_runtime.experts import expert_nbytes, matrix_shapes
 from specter_runtime.packed import packed_nbytes
 from specter_runtime.roles import FLOAT32_ROLES, dense_shapes
 from specter_runtime.units import format_bytes
@@ -43,11 +43,12 @@ class MemoryUse:
 def divide_budget(
     config: ModelConfig,
     *,
-    memory_budget_bytes: int,
+    memory_budget_bytes: int | None,
     draft_bits: Sequence[Sequence[int]],
     group_size: int,
     symmetric: bool,
     dtype: str,
+    expert_dtype: str,
     max_context_tokens: int,
     prompt_chunk_tokens: int,
     num_draft_tokens: int,
@@ -57,11 +58,12 @@ def divide_budget(
 
     Args:
         config: the model.
-        memory_budget_bytes: everything together.
+        memory_budget_bytes: everything together; None is the minimum.
         draft_bits: bit width of each expert by routed layer; empty when there is no draft.
         group_size: of the draft's quantization.
         symmetric: whether the draft stores no zero points.
         dtype: of activations, dense weights and KV cache.
+        expert_dtype: of the routed experts as the checkpoint has them.
         max_context_tokens: room in the KV cache.
         prompt_chunk_tokens: rows of the largest block.
         num_draft_tokens: drafted tokens per window.
@@ -71,13 +73,14 @@ def divide_budget(
         CapacityError: fewer slots than one token's experts in a layer; states the minimum.
     """
     dense = dense_nbytes(config, dtype)
-    draft = draft_nbytes(config, draft_bits, group_size, symmetric)
+    draft = draft_nbytes(config, draft_bits, group_size, symmetric, expert_dtype)
     kv_cache = config.kv_bytes_per_token(dtype) * max_context_tokens
     buffers = buffer_nbytes(
         config, dtype, max_context_tokens, prompt_chunk_tokens, num_draft_tokens + 1
     )
     fixed = dense + draft + kv_cache + buffers
     minimum = fixed + config.num_experts_per_tok * slot_bytes
+    memory_budget_bytes = minimum if memory_budget_bytes is None else memory_budget_bytes
     if memory_budget_bytes < minimum:
         raise CapacityError(
             f"a memory budget of {format_bytes(memory_budget_bytes)} is too small; the minimum is "
@@ -101,16 +104,21 @@ def dense_nbytes(config: ModelConfig, dtype: str) -> int:
 
 
 def draft_nbytes(
-    config: ModelConfig, bits: Sequence[Sequence[int]], group_size: int, symmetric: bool
+    config: ModelConfig,
+    bits: Sequence[Sequence[int]],
+    group_size: int,
+    symmetric: bool,
+    expert_dtype: str,
 ) -> int:
-    """Bytes of all stand-ins."""
-    shapes = expert_shapes(config).values()
+    """Bytes of all stand-ins: quantized matrices, and biases as the checkpoint has them."""
+    shapes = matrix_shapes(config).values()
+    biases = expert_nbytes(config, expert_dtype)
+    biases -= config.expert_num_weights * DTYPE_BYTES[expert_dtype]
     return sum(
-        packed_nbytes(shape, width, group_size, symmetric)
+        biases + sum(packed_nbytes(shape, width, group_size, symmetric) for shape in shapes)
         for row in bits
         for width in row
         if width
-        for shape in shapes
     )
 
 
@@ -126,16 +134,20 @@ def buffer_nbytes(
     The largest of two moments. A prompt chunk of T rows: hidden states, their norm, the float32 sum
     of experts and its rounded copy (4 D wide), queries, keys and values twice (before and after
     rotation), routing, the chosen experts' outputs in float32; a mask over the context, boolean and
-    in the compute dtype; and one expert's gate, up and product. A window of K + 1 rows: float32
-    logits and their float64 probabilities, twice (draft and target), and for one row what top-k and
-    top-p take (sorted values, order, sums and masks: 56 bytes a token). To either, one expert in
-    the compute dtype: a stand-in and its float32 intermediate.
+    in the compute dtype (with attention sinks also float32 scores of all heads, twice); and one
+    expert's gate, up and product. A window of K + 1 rows: float32 logits and their float64
+    probabilities, twice (draft and target), and for one row what top-k and top-p take (sorted
+    values, order, sums and masks: 56 bytes a token). To either, one expert in the compute dtype: a
+    stand-in and its float32 intermediate.
     """
     c, itemsize = config, DTYPE_BYTES[dtype]
-    heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    num_kv_heads, width = c.key_shape
+    heads = c.num_attention_heads * max(width, c.head_dim) + 2 * num_kv_heads * width
     row_bytes = 4 * 4 * c.hidden_size + 2 * itemsize * heads + 8 * c.num_experts
     row_bytes += 4 * c.hidden_size * c.num_experts_per_tok
-    row_bytes += 3 * itemsize * max(c.moe_intermediate_size, c.intermediate_size or 0)
-    prompt = prompt_rows * (row_bytes + max_context_tokens * (1 + itemsize))
+    widths = (c.moe_intermediate_size, c.intermediate_size or 0, c.shared_intermediate_size)
+    row_bytes += 3 * itemsize * max(widths)
+    seen_bytes = 1 + itemsize + (2 * 4 * c.num_attention_heads if c.attention_sinks else 0)
+    prompt = prompt_rows * (row_bytes + max_context_tokens * seen_bytes)
     window = (window_rows * (4 + 8) * 2 + 56) * c.vocab_size
     return max(prompt, window) + c.expert_num_weights * (itemsize + 4)

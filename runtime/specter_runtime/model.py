@@ -18,12 +18,23 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from specter_runtime.config import ModelConfig
-from specter_runtime.experts import ExpertProvider
+from specter_runtime.config import LatentConfig, ModelConfig
+from specter_runtime.experts import PROJECTIONS, ExpertProvider
 from specter_runtime.kv_cache import KVCache
-from specter_runtime.layers import Angles, RotaryEmbedding, attend, rms_norm, rotate, swiglu
+from specter_runtime.layers import (
+    Angles,
+    RotaryEmbedding,
+    attend,
+    normalize,
+    rms_norm,
+    rotate,
+    swiglu,
+)
 from specter_runtime.moe import Routing, mix_experts, route
 from specter_runtime.roles import FLOAT32_ROLES, dense_shapes
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside latent attention: the reference fixes it, whatever rms_norm_eps says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +42,7 @@ class DecoderLayer:
     """One layer: attention and a routed or dense MLP.
 
     Attributes:
-        tensors: role -> tensor in the compute dtype (the router in float32), see ``dense_shapes``.
+        tensors: role -> tensor in the compute dtype (see ``bind``).
         cache_layer: which layer of the KV cache it writes.
     """
 
@@ -45,16 +56,30 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Residual plus attention for a block ``[T, D]`` at positions ``start ..``."""
         c, t = self.config, self.tensors
-        normed = rms_norm(hidden, t["input_layernorm"], c.rms_norm_eps)
-        queries = self._project(normed, "q", c.num_attention_heads)  # [T, H, C]
-        keys = self._project(normed, "k", c.num_key_value_heads)  # [T, G, C]
-        values = self._project(normed, "v", c.num_key_value_heads)
-        all_keys, all_values = kv_cache.write(self.cache_layer, start, rotate(keys, angles), values)
-        attended = attend(rotate(queries, angles), all_keys, all_values)
-        return hidden + functional.linear(attended, t["o_proj"], t.get("o_proj_bias"))
+        normed = normalize(hidden, t, "input_layernorm", c.rms_norm_eps)
+        if c.latent is None:
+            attended = self._grouped_attention(normed, start, angles, kv_cache)
+        else:
+            attended = self._latent_attention(normed, start, angles, kv_cache, c.latent)
+        out = functional.linear(attended, t["o_proj"], t.get("o_proj_bias"))
+        return self._add(hidden, out)
 
-    def _project(self, normed: torch.Tensor, name: str, num_heads: int) -> torch.Tensor:
-        """Queries, keys or values ``[T, heads, C]``, normed and clipped as the family does."""
+    def _grouped_attention(
+        self, normed: torch.Tensor, start: int, angles: Angles, kv_cache: KVCache
+    ) -> torch.Tensor:
+        """``[T, H * C]``."""
+        c, t = self.config, self.tensors
+        queries = self._project(normed, "q", c.num_attention_heads, angles)  # [T, H, C]
+        keys = self._project(normed, "k", c.num_key_value_heads, angles)  # [T, G, C]
+        values = self._project(normed, "v", c.num_key_value_heads, None)
+        all_keys, all_values = kv_cache.write(self.cache_layer, start, keys, values)
+        window = c.sliding_window if self.index in c.sliding_layers else None
+        return attend(queries, all_keys, all_values, c.attention_scaling, window, t.get("sinks"))
+
+    def _project(
+        self, normed: torch.Tensor, name: str, num_heads: int, angles: Angles | None
+    ) -> torch.Tensor:
+        """Queries, keys or values ``[T, heads, C]``, normed, clipped and rotated."""
         c, t = self.config, self.tensors
         out = functional.linear(normed, t[f"{name}_proj"], t.get(f"{name}_proj_bias"))
         norm = t.get(f"{name}_norm")
@@ -63,31 +88,90 @@ class DecoderLayer:
         if c.clip_qkv is not None:
             out = out.clamp(-c.clip_qkv, c.clip_qkv)
         out = out.view(out.shape[0], num_heads, c.head_dim)
-        if norm is not None and c.qk_norm == "head":
-            out = rms_norm(out, norm, c.rms_norm_eps)
+        per_head = norm if c.qk_norm == "head" else None
+        if per_head is not None and not c.qk_norm_after_rope:
+            out = rms_norm(out, per_head, c.rms_norm_eps)
+        if angles is not None:
+            out = rotate(out, angles, c.rope.interleaved)
+        if per_head is not None and c.qk_norm_after_rope:
+            out = rms_norm(out, per_head, c.rms_norm_eps)
         return out
+
+    def _latent_attention(
+        self,
+        normed: torch.Tensor,
+        start: int,
+        angles: Angles,
+        kv_cache: KVCache,
+        latent: LatentConfig,
+    ) -> torch.Tensor:
+        """``[T, H * v_head_dim]``, computed on the latents themselves.
+
+        The up-projections of keys and values are applied to queries and to the attended latent
+        instead of to every cached position: attention with one key/value head whose key is
+        (latent, rotated key) and whose value is the latent. Source: arXiv 2405.04434, 2.1.2.
+        """
+        c, t = self.config, self.tensors
+        num_heads, rank = c.num_attention_heads, latent.kv_lora_rank
+        if latent.q_lora_rank is None:
+            flat_queries = functional.linear(normed, t["q_proj"])
+        else:
+            low = functional.linear(normed, t["q_a_proj"], t.get("q_a_proj_bias"))
+            low = rms_norm(low, t["q_a_norm"], LATENT_NORM_EPS)
+            flat_queries = functional.linear(low, t["q_b_proj"])
+        queries = flat_queries.view(normed.shape[0], num_heads, -1)  # [T, H, nope + rope]
+        rope_width = latent.qk_rope_head_dim
+        plain, turned = queries[..., :-rope_width], queries[..., -rope_width:]
+        compressed = functional.linear(normed, t["kv_a_proj"], t.get("kv_a_proj_bias"))
+        latents, shared_key = compressed[..., :rank], compressed[..., rank:]
+        latents = rms_norm(latents, t["kv_a_norm"], LATENT_NORM_EPS)
+        shared_key = rotate(shared_key.unsqueeze(1), angles, c.rope.interleaved)  # [T, 1, rope]
+        keys = torch.cat((latents.unsqueeze(1), shared_key), dim=-1)
+        all_keys, _ = kv_cache.write(self.cache_layer, start, keys, keys[..., :0])
+        up = t["kv_b_proj"].view(num_heads, -1, rank)  # [H, nope + v, rank]
+        key_up, value_up = up[:, : latent.qk_nope_head_dim], up[:, latent.qk_nope_head_dim :]
+        absorbed = torch.matmul(plain.transpose(0, 1), key_up).transpose(0, 1)  # [T, H, rank]
+        full = torch.cat((absorbed, rotate(turned, angles, c.rope.interleaved)), dim=-1)
+        attended = attend(full, all_keys, all_keys[..., :rank], c.attention_scaling, None, None)
+        by_head = attended.view(-1, num_heads, rank).transpose(0, 1)  # [H, T, rank]
+        values = torch.matmul(by_head, value_up.transpose(1, 2))  # [H, T, v]
+        return values.transpose(0, 1).reshape(normed.shape[0], -1)
 
     def mlp(
         self, blocks: Sequence[torch.Tensor], provider: ExpertProvider
     ) -> tuple[list[torch.Tensor], Routing | None]:
         """Residual plus MLP for all blocks; the routing of all their rows, None if dense."""
         c, t = self.config, self.tensors
-        normed = [rms_norm(x, t["post_attention_layernorm"], c.rms_norm_eps) for x in blocks]
+        normed = [normalize(x, t, "post_attention_layernorm", c.rms_norm_eps) for x in blocks]
         if self.index in c.dense_layers:
-            names = ("dense_gate_proj", "dense_up_proj", "dense_down_proj")
-            weights = [t[name] for name in names]
-            return [x + swiglu(n, *weights) for x, n in zip(blocks, normed, strict=True)], None
-        routings = [
-            route(n, t["router"], c.num_experts_per_tok, c.norm_topk_prob, self.index)
-            for n in normed
-        ]
-        mixed = mix_experts(normed, routings, provider)
+            outs = [self._swiglu("dense", rows) for rows in normed]
+            return [self._add(x, out) for x, out in zip(blocks, outs, strict=True)], None
+        routings = [route(rows, t, c.routing, c.num_experts_per_tok, self.index) for rows in normed]
+        outs = mix_experts(normed, routings, provider, c.swiglu_limit)
+        if c.shared_intermediate_size:
+            pairs = zip(outs, normed, strict=True)
+            outs = [out + self._shared_expert(rows) for out, rows in pairs]
         merged = Routing(
             self.index,
             torch.cat([r.selected_experts for r in routings]),
             torch.cat([r.routing_weights for r in routings]),
         )
-        return [x + m for x, m in zip(blocks, mixed, strict=True)], merged
+        return [self._add(x, out) for x, out in zip(blocks, outs, strict=True)], merged
+
+    def _shared_expert(self, normed: torch.Tensor) -> torch.Tensor:
+        out = self._swiglu("shared", normed)
+        if not self.config.shared_gate:
+            return out
+        gate = functional.linear(normed, self.tensors["shared_expert_gate"])  # [T, 1]
+        return torch.sigmoid(gate) * out
+
+    def _swiglu(self, prefix: str, normed: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (self.tensors[f"{prefix}_{name}"] for name in PROJECTIONS)
+        return swiglu(normed, gate, up, down)
+
+    def _add(self, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        multiplier = self.config.residual_multiplier
+        return residual + (out if multiplier == 1.0 else out * multiplier)
 
 
 class MoETransformer:
@@ -114,10 +198,8 @@ class MoETransformer:
         self.config = config
         self.dtype = dtype
         common = bind(config, None, tensors, tensor_names, dtype)
-        self._embed_tokens = common["embed_tokens"]
-        self._norm = common["norm"]
-        self._lm_head = common.get("lm_head", self._embed_tokens)
-        self._rotary = RotaryEmbedding(config)
+        self._common = common
+        self._rotary = RotaryEmbedding(config.rope)
         self._layers = [
             DecoderLayer(config, i, i, bind(config, i, tensors, tensor_names, dtype))
             for i in range(config.num_hidden_layers)
@@ -143,7 +225,9 @@ class MoETransformer:
             Final hidden states (blocks ``[rows, D]``, normed) and the routing of each routed layer.
         """
         ids = torch.tensor(token_ids)
-        blocks = [self._embed_tokens[rows] for rows in torch.split(ids, rows_per_block)]
+        blocks = [
+            embed(rows, self._common, self.config) for rows in torch.split(ids, rows_per_block)
+        ]
         starts = [kv_cache.length + i * rows_per_block for i in range(len(blocks))]
         angles = [
             self._rotary.angles(start, len(block), self.dtype)
@@ -159,15 +243,33 @@ class MoETransformer:
             if routing is not None:
                 routings.append(routing)
         kv_cache.advance(len(token_ids))
-        return [self.final_norm(block) for block in blocks], routings
-
-    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The norm before the head."""
-        return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        eps = self.config.rms_norm_eps
+        return [normalize(block, self._common, "norm", eps) for block in blocks], routings
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits ``[T, V]`` of normed hidden states ``[T, D]``."""
-        return functional.linear(hidden, self._lm_head).to(torch.float32)
+        return head_logits(hidden, self._common, self.config)
+
+
+def embed(
+    token_ids: torch.Tensor,
+    common: Mapping[str, torch.Tensor],
+    config: ModelConfig,
+) -> torch.Tensor:
+    """Hidden states of token ids of any shape."""
+    hidden = common["embed_tokens"][token_ids]
+    return hidden if config.embedding_multiplier == 1.0 else hidden * config.embedding_multiplier
+
+
+def head_logits(
+    hidden: torch.Tensor,  # [T, D]
+    common: Mapping[str, torch.Tensor],
+    config: ModelConfig,
+) -> torch.Tensor:
+    """Float32 logits ``[T, V]`` of normed hidden states; the head is tied if there is none."""
+    head = common.get("lm_head", common["embed_tokens"])
+    logits = functional.linear(hidden, head, common.get("lm_head_bias")).to(torch.float32)
+    return logits if config.logits_scaling == 1.0 else logits / config.logits_scaling
 
 
 def bind(
@@ -177,7 +279,7 @@ def bind(
     tensor_names: Mapping[str, str],
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Role -> tensor of one layer (or of no layer) in the compute dtype, routers in float32."""
+    """Role -> tensor of one layer (or of no layer) in the compute dtype, routing in float32."""
     return {
         role: tensors[tensor_names[role].format(layer=layer)].to(
             torch.float32 if role in FLOAT32_ROLES else dtype

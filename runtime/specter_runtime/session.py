@@ -25,6 +25,7 @@ from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
 from specter_runtime.experts import ExpertKey, PackedExperts, view_expert
 from specter_runtime.kv_cache import KVCache
+from specter_runtime.manifest import Plan
 from specter_runtime.memory import MemoryUse, divide_budget
 from specter_runtime.metrics import DecodeStats
 from specter_runtime.model import MoETransformer
@@ -77,32 +78,13 @@ class Session:
         manifest, plan, model_config = bundle.manifest, bundle.plan, bundle.manifest.model
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        num_draft_tokens = (
-            plan.num_draft_tokens if config.num_draft_tokens is None else config.num_draft_tokens
-        )
-        dtype_name = config.dtype or plan.dtype
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        context = config.max_context_tokens or plan.max_context_tokens
-        if context > model_config.max_position_embeddings:
-            raise CapacityError(
-                f"a context of {context} tokens is more than the model's "
-                f"max_position_embeddings, {model_config.max_position_embeddings}"
-            )
         store = store or ShardExpertStore(
             bundle.shard_file, manifest.experts.data_start, manifest.experts.nbytes
         )
-        memory = divide_budget(
-            model_config,
-            memory_budget_bytes=config.memory_budget_bytes or plan.memory_budget_bytes,
-            draft_bits=manifest.draft.bits if num_draft_tokens else (),
-            group_size=manifest.draft.group_size,
-            symmetric=manifest.draft.symmetric,
-            dtype=dtype_name,
-            max_context_tokens=context,
-            prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
-            num_draft_tokens=num_draft_tokens,
-            slot_bytes=store.slot_bytes,
-        )
+        num_draft_tokens, dtype_name, context = _resolve(plan, config)
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        budget = config.memory_budget_bytes or plan.memory_budget_bytes
+        memory = bundle_memory(bundle, config, budget, store.slot_bytes)
         with torch.inference_mode():
             model = MoETransformer(
                 model_config, dict(bundle.dense_tensors()), manifest.tensor_names, dtype
@@ -232,3 +214,43 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def bundle_memory(
+    bundle: Bundle, config: RuntimeConfig, memory_budget_bytes: int | None, slot_bytes: int
+) -> MemoryUse:
+    """How a budget is divided for a bundle run in this way; None is the least that will do.
+
+    Raises:
+        CapacityError: the budget is too small, or the context longer than the model's.
+    """
+    manifest = bundle.manifest
+    num_draft_tokens, dtype, context = _resolve(bundle.plan, config)
+    longest = manifest.model.max_position_embeddings
+    if context > longest:
+        raise CapacityError(
+            f"a context of {context} tokens is more than the model's max_position_embeddings, "
+            f"{longest}"
+        )
+    return divide_budget(
+        manifest.model,
+        memory_budget_bytes=memory_budget_bytes,
+        draft_bits=manifest.draft.bits if num_draft_tokens else (),
+        group_size=manifest.draft.group_size,
+        symmetric=manifest.draft.symmetric,
+        dtype=dtype,
+        expert_dtype=manifest.experts.dtype,
+        max_context_tokens=context,
+        prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
+        num_draft_tokens=num_draft_tokens,
+        slot_bytes=slot_bytes,
+    )
+
+
+def _resolve(plan: Plan, config: RuntimeConfig) -> tuple[int, str, int]:
+    """Draft tokens, dtype and context: what the caller left open is the plan's."""
+    num_draft_tokens = config.num_draft_tokens
+    if num_draft_tokens is None:
+        num_draft_tokens = plan.num_draft_tokens
+    context = config.max_context_tokens or plan.max_context_tokens
+    return num_draft_tokens, config.dtype or plan.dtype, context

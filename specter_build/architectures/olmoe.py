@@ -1,29 +1,35 @@
 """OLMoE: queries and keys normed over the full projection, top-k probabilities kept as they are."""
 
 from specter_build.architectures.family import (
+    ATTENTION_BIAS,
     COMMON_FIELDS,
+    COMMON_FUSED,
     COMMON_NAMES,
     COMMON_SUPPORTED,
-    FUSED_DOWN,
-    FUSED_GATE_UP,
+    EXPERT_COUNTS,
+    EXPERT_WIDTH_IS_WIDTH,
+    NORM_TOPK_PROB,
     Architecture,
     Field,
+    kv_heads,
+    norm_eps,
 )
 
 OLMOE = Architecture(
     model_type="olmoe",
     fields=(
         *COMMON_FIELDS,
-        Field("moe_intermediate_size", ("intermediate_size",), int),
-        Field("norm_topk_prob", ("norm_topk_prob",), bool, default=False),
-        Field("attention_bias", ("attention_bias",), bool, default=False),
+        kv_heads(None),
+        *EXPERT_COUNTS,
+        EXPERT_WIDTH_IS_WIDTH,
+        NORM_TOPK_PROB,
+        *ATTENTION_BIAS,
         Field("clip_qkv", ("clip_qkv",), float, optional=True),
-        Field("rms_norm_eps", ("rms_norm_eps",), float, default=1e-5),
+        norm_eps(1e-5),
     ),
-    constants={"qk_norm": "full", "intermediate_size": None},
+    constants={"qk_norm": "full"},
     supported=COMMON_SUPPORTED,
     default_rope_theta=10_000.0,
     tensor_names=COMMON_NAMES,
-    fused_gate_up=FUSED_GATE_UP,
-    fused_down=FUSED_DOWN,
+    fused=COMMON_FUSED,
 )

@@ -1,0 +1,101 @@
+"""Step: one pass over the checkpoint: profile, quantize and split, one layer resident at a time.
+
+    hidden states of target and draft ──> layer ──> hidden states, routes of both
+                                           │
+                       experts ──> stand-ins, shards
+
+Called by: pipeline.  Next: profile_routing, quantize_draft, split_experts, progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from specter_build.open_inputs import Inputs
+from specter_build.profile_routing import COMPUTE_DTYPE, HeadComparison, LayerRunner
+from specter_build.progress import Progress
+from specter_build.quantize_draft import draft_tensors, quantize_layer
+from specter_build.report import LayerProfile
+from specter_build.split_experts import split_layer
+from specter_runtime.experts import ExpertKey, PackedExperts, ResidentExperts
+from specter_runtime.manifest import draft_path, model_path
+from specter_runtime.shards import write_tensors
+
+logger = logging.getLogger(__name__)
+
+LayerObserver = Callable[[int, int], None]
+"""Told how many layers are done, of how many."""
+
+
+def convert_layers(
+    inputs: Inputs, work: Path, on_layer: LayerObserver
+) -> tuple[dict[int, LayerProfile], HeadComparison]:
+    """Convert all layers, or those that an earlier build of the same inputs has left to do.
+
+    Args:
+        inputs: what to convert.
+        work: where files go.
+        on_layer: told after each layer, and at the start if some are done already.
+
+    Returns:
+        The profile of each routed layer, and the comparison of both streams' predictions.
+    """
+    checkpoint, config = inputs.checkpoint, inputs.checkpoint.config
+    progress = Progress(work, inputs.digest)
+    for sub_folder in ("model", "draft", "experts"):
+        (work / sub_folder).mkdir(exist_ok=True)
+    runner = LayerRunner(config, checkpoint.family.bundle_names(), inputs.sequences.shape[1])
+    common = checkpoint.dense_tensors(None)
+    hidden = progress.hidden()
+    if hidden is None:
+        write_tensors(work / model_path(None), common, {})
+        embedded = runner.embed(inputs.sequences, common)
+        hidden = (embedded, embedded)
+    else:
+        logger.info("going on from layer %d", progress.next_layer + 1)
+    on_layer(progress.next_layer, config.num_hidden_layers)
+    for index in range(progress.next_layer, config.num_hidden_layers):
+        started = time.perf_counter()
+        hidden, profile = _convert_layer(inputs, work, runner, index, hidden)
+        progress.save(index, *hidden, profile)
+        recall = "" if profile is None else f", recall {profile.recall():.4f}"
+        logger.info(
+            "layer %d of %d: %.1f s%s",
+            index + 1,
+            config.num_hidden_layers,
+            time.perf_counter() - started,
+            recall,
+        )
+        on_layer(index + 1, config.num_hidden_layers)
+    return progress.profiles, runner.compare_heads(*hidden, common)
+
+
+def _convert_layer(
+    inputs: Inputs,
+    work: Path,
+    runner: LayerRunner,
+    index: int,
+    hidden: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[tuple[torch.Tensor, torch.Tensor], LayerProfile | None]:
+    """Hidden states behind the layer and its profile (None if it is dense); writes its files."""
+    checkpoint, config = inputs.checkpoint, inputs.checkpoint.config
+    dense = checkpoint.dense_tensors(index)
+    write_tensors(work / model_path(index), dense, {})
+    layer = runner.bind_layer(index, dense)
+    keys = [ExpertKey(index, e) for e in range(config.num_experts) if index in config.moe_layers]
+    experts = {key: checkpoint.expert(key) for key in keys}
+    quantized = quantize_layer(experts, inputs.recipe.draft)
+    target, target_routing = runner.run(layer, hidden[0], ResidentExperts(experts))
+    stand_ins = PackedExperts(quantized.packed, COMPUTE_DTYPE)
+    draft, draft_routing = runner.run(layer, hidden[1], stand_ins)
+    if target_routing is None or draft_routing is None:
+        return (target, draft), None
+    names = {key: checkpoint.expert_names(key) for key in keys}
+    split_layer(work, experts, names)
+    write_tensors(work / draft_path(index), draft_tensors(quantized.packed, names), {})
+    return (target, draft), LayerProfile(target_routing, draft_routing, quantized.relative_error)

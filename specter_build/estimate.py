@@ -1,0 +1,236 @@
+"""What a build and its bundle will take, from configuration and headers alone.
+
+Called by: open_inputs, cli.  Next: specter_runtime.memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specter_build.architectures import read_config
+from specter_build.checkpoint import SUPPORTED_DTYPES, Checkpoint, has_weights
+from specter_build.recipe import Recipe
+from specter_runtime.config import DTYPE_BYTES, DType, ModelConfig
+from specter_runtime.errors import CapacityError, RecipeError
+from specter_runtime.experts import expert_nbytes
+from specter_runtime.memory import MemoryUse, dense_nbytes, divide_budget, draft_nbytes
+from specter_runtime.roles import dense_shapes
+from specter_runtime.shards import ALIGNMENT, align_up
+from specter_runtime.speculative_decoder import PROMPT_CHUNK_TOKENS
+from specter_runtime.units import format_bytes
+
+CANDIDATES = (0, 1, 2, 4, 8, 16)
+"""Numbers of draft tokens that the planner weighs."""
+
+INTERPRETER_BYTES = 400 * 2**20
+"""Interpreter, torch and the other libraries, as resident before a build begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Sizes before anything is read.
+
+    Attributes:
+        config: the model.
+        dense_dtype, expert_dtype: as stored.
+        dtype: of computation.
+        memory: number of draft tokens -> division of the runtime's budget.
+        bundle_bytes: of the bundle on disk, without JSON.
+        build_bytes: resident during the build, at most.
+        has_weights: whether weight headers were there to be checked.
+    """
+
+    config: ModelConfig
+    dense_dtype: DType
+    expert_dtype: DType
+    dtype: DType
+    memory: dict[int, MemoryUse]
+    bundle_bytes: int
+    build_bytes: int
+    has_weights: bool
+
+
+def estimate(recipe: Recipe, model_folder: Path) -> Estimate:
+    """Work out sizes; needs ``config.json`` and, where there are weights, their headers.
+
+    Raises:
+        SpecterError: what the recipe asks for cannot be; see ``check_lengths``, ``divide_memory``.
+    """
+    if has_weights(model_folder):
+        return estimate_checkpoint(recipe, Checkpoint(model_folder))
+    path = model_folder / "config.json"
+    try:
+        raw: Mapping[str, Any] = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as exc:
+        raise RecipeError(f"model: {path}: cannot be read: {exc}") from exc
+    stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    if stored not in SUPPORTED_DTYPES.values():
+        raise RecipeError(f"model: {path}: dtype {stored!r} is not supported")
+    return _estimate(recipe, read_config(raw, str(path)), stored, stored, has_headers=False)
+
+
+def estimate_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Estimate:
+    """Work out the sizes of an opened checkpoint."""
+    dtypes = (checkpoint.dense_dtype, checkpoint.expert_dtype)
+    return _estimate(recipe, checkpoint.config, *dtypes, has_headers=True)
+
+
+def _estimate(
+    recipe: Recipe,
+    config: ModelConfig,
+    dense_dtype: DType,
+    expert_dtype: DType,
+    *,
+    has_headers: bool,
+) -> Estimate:
+    check_lengths(recipe, config)
+    dtype = dense_dtype if recipe.plan.dtype == "auto" else recipe.plan.dtype
+    return Estimate(
+        config=config,
+        dense_dtype=dense_dtype,
+        expert_dtype=expert_dtype,
+        dtype=dtype,
+        memory=divide_memory(recipe, config, expert_dtype, dtype),
+        bundle_bytes=bundle_nbytes(recipe, config, dense_dtype, expert_dtype),
+        build_bytes=build_nbytes(recipe, config, dense_dtype, expert_dtype),
+        has_weights=has_headers,
+    )
+
+
+def check_lengths(recipe: Recipe, config: ModelConfig) -> None:
+    """Refuse sequences and contexts that are longer than the model's."""
+    for name, length in (
+        ("calibration.sequence_length", recipe.calibration.sequence_length),
+        ("plan.max_context_tokens", recipe.plan.max_context_tokens),
+    ):
+        if length > config.max_position_embeddings:
+            raise RecipeError(
+                f"{name}: {length} is more than the model's max_position_embeddings, "
+                f"{config.max_position_embeddings}"
+            )
+
+
+def draft_bits(recipe: Recipe, config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """Width of each stand-in by routed layer."""
+    return ((recipe.draft.bits,) * config.num_experts,) * len(config.moe_layers)
+
+
+def divide_memory(
+    recipe: Recipe, config: ModelConfig, expert_dtype: str, dtype: str
+) -> dict[int, MemoryUse]:
+    """Number of draft tokens -> division of the budget, for every candidate that fits.
+
+    Raises:
+        CapacityError: none fits; states the minimum.
+    """
+    asked = recipe.plan.num_draft_tokens
+    bits = draft_bits(recipe, config)
+    divisions: dict[int, MemoryUse] = {}
+    refusal: CapacityError | None = None
+    for candidate in CANDIDATES if asked == "auto" else (asked,):
+        try:
+            divisions[candidate] = divide_budget(
+                config,
+                memory_budget_bytes=recipe.plan.memory_budget,
+                draft_bits=bits if candidate else (),
+                group_size=recipe.draft.group_size,
+                symmetric=recipe.draft.symmetric,
+                dtype=dtype,
+                expert_dtype=expert_dtype,
+                max_context_tokens=recipe.plan.max_context_tokens,
+                prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
+                num_draft_tokens=candidate,
+                slot_bytes=align_up(expert_nbytes(config, expert_dtype)),
+            )
+        except CapacityError as exc:
+            refusal = refusal or exc
+    if not divisions and refusal is not None:
+        raise CapacityError(f"plan.memory_budget: {refusal}")
+    return divisions
+
+
+def bundle_nbytes(recipe: Recipe, config: ModelConfig, dense_dtype: str, expert_dtype: str) -> int:
+    """Bytes that the bundle will take, without JSON."""
+    num_experts = len(config.moe_layers) * config.num_experts
+    shards = num_experts * (expert_nbytes(config, expert_dtype) + ALIGNMENT)
+    return shards + _draft_bytes(recipe, config, expert_dtype) + dense_nbytes(config, dense_dtype)
+
+
+def _draft_bytes(recipe: Recipe, config: ModelConfig, expert_dtype: str) -> int:
+    draft = recipe.draft
+    bits = draft_bits(recipe, config)
+    return draft_nbytes(config, bits, draft.group_size, draft.symmetric, expert_dtype)
+
+
+def build_nbytes(recipe: Recipe, config: ModelConfig, dense_dtype: str, expert_dtype: str) -> int:
+    """Bytes resident during the build, at most, whatever the number of layers.
+
+    One layer's experts as stored and quantized, its dense tensors as stored and in float32, the
+    tensors of no layer likewise, one expert being quantized (five float32 copies), and calibration:
+    hidden states of both streams, and of the stream at work those behind attention, their norm, the
+    experts' sum and its residual, in float32, with routing over all experts.
+    """
+    c = config
+    layer_experts = c.num_experts * expert_nbytes(c, expert_dtype)
+    layer_draft = _draft_bytes(recipe, c, expert_dtype) // len(c.moe_layers)
+    dense = _dense_weights(c, None) + max(_dense_weights(c, i) for i in range(c.num_hidden_layers))
+    tokens = recipe.calibration.num_sequences * recipe.calibration.sequence_length
+    return (
+        INTERPRETER_BYTES
+        + layer_experts
+        + layer_draft
+        + dense * (DTYPE_BYTES[dense_dtype] + 4)
+        + tokens * 4 * (6 * c.hidden_size + 3 * c.num_experts)
+        + 5 * 4 * c.expert_num_weights // 3
+    )
+
+
+def _dense_weights(config: ModelConfig, layer: int | None) -> int:
+    return sum(math.prod(shape) for shape in dense_shapes(config, layer).values())
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: free memory of the machine or of its control group.
+
+    Args:
+        root: of the file system, for tests.
+    """
+    available = _meminfo(root / "proc/meminfo")
+    groups = (
+        (
+            "sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+    )
+    for limit, usage in groups:
+        try:
+            folder = root / "sys/fs/cgroup"
+            room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+        except (OSError, ValueError):  # no such controller, or no limit ("max")
+            continue
+        available = min(available, room)
+    return available
+
+
+def _meminfo(path: Path) -> int:
+    try:
+        lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 2**63  # unknown: no bound
+
+
+def check_memory(build_bytes: int) -> None:
+    """Refuse a build that would not fit in memory."""
+    available = available_memory()
+    if build_bytes > available:
+        raise CapacityError(
+            f"the build needs up to {format_bytes(build_bytes)} of memory, "
+            f"{format_bytes(available)} are available; take fewer or shorter calibration sequences"
+        )

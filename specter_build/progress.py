@@ -1,0 +1,103 @@
+"""What an unfinished build has done so far, on disk: a killed build goes on from its last layer.
+
+Beside the bundle's own files a work folder has ``progress/``: the digest of what is being built,
+the profile of each finished layer, and both streams' hidden states behind the last one. The hidden
+states are renamed into place last, so a layer counts as done when everything of it is on disk; what
+a killed build left of the next layer is written anew. Floats are stored as they are: a resumed
+build gives the bytes of an uninterrupted one.
+
+Called by: convert_layers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from specter_build.report import LayerProfile
+from specter_build.write_bundle import PROGRESS
+from specter_runtime.errors import RecipeError
+from specter_runtime.moe import Routing
+from specter_runtime.shards import read_header, read_tensors, write_tensors
+
+DIGEST_FILE = "digest"
+HIDDEN_FILE = "hidden.safetensors"
+
+
+class Progress:
+    """The progress of one build; a work folder of another build is emptied.
+
+    Attributes:
+        next_layer: the first layer that is not done.
+        profiles: of the routed layers that are done.
+    """
+
+    def __init__(self, work: Path, digest: str) -> None:
+        """Open the progress of the build with this digest, or start it."""
+        self._folder = work / PROGRESS
+        self.next_layer = 0
+        self.profiles: dict[int, LayerProfile] = {}
+        marker = self._folder / DIGEST_FILE
+        if not marker.is_file() or marker.read_text() != digest:
+            for path in work.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self._folder.mkdir()
+            marker.write_text(digest)
+        hidden = self._folder / HIDDEN_FILE
+        if hidden.is_file():
+            self.next_layer = int(_read(hidden)["next_layer"])
+            for path in sorted(self._folder.glob("layer-*.safetensors")):
+                index = int(path.stem.removeprefix("layer-"))
+                if index < self.next_layer:
+                    self.profiles[index] = _read_profile(path, index)
+
+    def hidden(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Hidden states of target and draft behind the last finished layer; None before the first.
+
+        Raises:
+            RecipeError: the file is damaged; names it.
+        """
+        if self.next_layer == 0:
+            return None
+        tensors = _read(self._folder / HIDDEN_FILE)
+        return tensors["target"], tensors["draft"]
+
+    def save(
+        self,
+        index: int,
+        target: torch.Tensor,  # [N, T, D]
+        draft: torch.Tensor,  # [N, T, D]
+        profile: LayerProfile | None,
+    ) -> None:
+        """Count layer ``index`` as done; all its other files must be on disk."""
+        if profile is not None:
+            tensors = {
+                "target.selected_experts": profile.target.selected_experts,
+                "target.routing_weights": profile.target.routing_weights,
+                "draft.selected_experts": profile.draft.selected_experts,
+                "draft.routing_weights": profile.draft.routing_weights,
+                "relative_error": torch.tensor(profile.relative_error, dtype=torch.float64),
+            }
+            write_tensors(self._folder / f"layer-{index:03d}.safetensors", tensors, {})
+            self.profiles[index] = profile
+        hidden = {"next_layer": torch.tensor(index + 1), "target": target, "draft": draft}
+        unfinished = self._folder / f"{HIDDEN_FILE}.tmp"
+        write_tensors(unfinished, hidden, {})
+        os.replace(unfinished, self._folder / HIDDEN_FILE)
+        self.next_layer = index + 1
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    return read_tensors(path, read_header(path, RecipeError))
+
+
+def _read_profile(path: Path, index: int) -> LayerProfile:
+    tensors = _read(path)
+    target, draft = (
+        Routing(index, tensors[f"{name}.selected_experts"], tensors[f"{name}.routing_weights"])
+        for name in ("target", "draft")
+    )
+    return LayerProfile(target, draft, float(tensors["relative_error"]))
