@@ -68,9 +68,10 @@ def estimate(recipe: Recipe, model_folder: Path) -> Estimate:
         raw: Mapping[str, Any] = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as exc:
         raise RecipeError(f"model: {path}: cannot be read: {exc}") from exc
-    stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-    if stored not in SUPPORTED_DTYPES.values():
-        raise RecipeError(f"model: {path}: dtype {stored!r} is not supported")
+    named = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    stored = next((dtype for dtype in SUPPORTED_DTYPES.values() if dtype == named), None)
+    if stored is None:
+        raise RecipeError(f"model: {path}: dtype {named!r} is not supported")
     return _estimate(recipe, read_config(raw, str(path)), stored, stored, has_headers=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -87,25 +88,29 @@ def make_checkpoint(
 
 
 def fuse_experts(folder: Path) -> None:
-    """Rewrite a single-file checkpoint in the layout with 3-D expert tensors."""
+    """Rewrite a single-file checkpoint with 3-D expert tensors, named as in transformers 5."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    config = json.loads((folder / "config.json").read_text())
-    num_experts = config.get("num_experts") or config.get("num_local_experts")
-    mixtral = config["model_type"] == "mixtral"
-    block = "block_sparse_moe" if mixtral else "mlp"
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}.{block}"
-        parts = {
-            name: [tensors.pop(f"{prefix}.experts.{e}.{name}.weight") for e in range(num_experts)]
-            for name in (gate, up, down)
-        }
-        fused = f"model.layers.{layer}.mlp"
-        tensors[f"{fused}.gate.weight"] = tensors.pop(f"{prefix}.gate.weight")
-        pairs = zip(parts[gate], parts[up], strict=True)
-        tensors[f"{fused}.experts.gate_up_proj"] = torch.stack([torch.cat(p) for p in pairs])
-        tensors[f"{fused}.experts.down_proj"] = torch.stack(parts[down])
+    num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}."
+        if f"{prefix}block_sparse_moe.experts.0.w1.weight" in tensors:
+            block, names = f"{prefix}block_sparse_moe.", ("w1", "w3", "w2")
+        elif f"{prefix}mlp.experts.0.gate_proj.weight" in tensors:
+            block, names = f"{prefix}mlp.", ("gate_proj", "up_proj", "down_proj")
+        else:
+            continue  # a dense layer
+        parts: list[list[torch.Tensor]] = []
+        for name in names:
+            expert = itertools.count()
+            parts.append([])
+            while (tensor := f"{block}experts.{next(expert)}.{name}.weight") in tensors:
+                parts[-1].append(tensors.pop(tensor))
+        gate_up = [torch.cat(pair) for pair in zip(parts[0], parts[1], strict=True)]
+        tensors[f"{prefix}mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        tensors[f"{prefix}mlp.experts.down_proj"] = torch.stack(parts[2])
+        for name in [name for name in tensors if name.startswith(block)]:
+            tensors[name.replace(block, f"{prefix}mlp.")] = tensors.pop(name)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
@@ -129,7 +134,7 @@ def recipe_dict(model: Path, output: Path, **sections: Any) -> dict[str, Any]:
         "draft": {"bits": 4, "group_size": 16},
         "calibration": {"num_sequences": 4, "sequence_length": 64, "seed": 0},
         "plan": {
-            "memory_budget": "2MiB",
+            "memory_budget": "3MiB",
             "max_context_tokens": 256,
             "num_draft_tokens": 4,
         },

@@ -17,9 +17,6 @@ from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
 from tests.checkpoints import make_checkpoint
 
-# On tensors this small, threads only wait for each other: a build takes four times as long.
-torch.set_num_threads(1)
-
 
 @dataclass(frozen=True)
 class OpenModel:
@@ -101,8 +98,9 @@ def cache_contents(kv_cache: KVCache, config: ModelConfig) -> list[torch.Tensor]
     length = kv_cache.length
     contents = []
     for layer in range(config.num_hidden_layers):
-        nothing = torch.empty(0, config.num_key_value_heads, config.head_dim)
-        contents += [t.clone() for t in kv_cache.write(layer, length, nothing, nothing)]
+        keys = torch.empty(0, *config.key_shape)
+        values = torch.empty(0, config.key_shape[0], config.value_width)
+        contents += [t.clone() for t in kv_cache.write(layer, length, keys, values)]
     return contents
 
 

@@ -142,7 +142,7 @@ def test_stats_are_on_stderr_and_leave_stdout_as_it_was(
         "draft",
         "kv_cache",
         "slots of",
-        "budget 2.0 MiB",
+        "budget 3.0 MiB",
     ):
         assert part in outcome.stderr
 
@@ -209,7 +209,7 @@ def test_lookahead_and_budget_do_not_change_the_text(
     outcome = specter_run(
         tiny_bundle,
         *("--prompt", PROMPT, "--max-new-tokens", NEW_TOKENS),
-        *("--num-draft-tokens", num_draft_tokens, "--memory-budget", "1.9 MiB", "--verify"),
+        *("--num-draft-tokens", num_draft_tokens, "--memory-budget", "2.5 MiB", "--verify"),
     )
     assert (outcome.code, outcome.stdout) == (0, text_of(tiny_bundle) + "\n")
 
@@ -490,18 +490,36 @@ def test_relative_out_is_relative_to_the_working_folder(
     monkeypatch.chdir(recipe_file.parent / "here")
     outcome = specter_build("../recipe.yaml", "--out", "mine", "--dry-run")
     assert outcome.code == 0
-    assert f"to {recipe_file.parent / 'here' / 'mine'}\n" in outcome.stderr
+    assert f" at {recipe_file.parent / 'here' / 'mine'}\n" in outcome.stderr
 
 
 def test_dry_run_prints_sizes_and_writes_nothing(specter_build: Command, recipe_file: Path) -> None:
     before = sorted(recipe_file.parent.rglob("*"))
     outcome = specter_build(recipe_file, "--dry-run", "--set", "plan.num_draft_tokens=auto")
     assert (outcome.code, outcome.stdout) == (0, "")
-    assert f"to {recipe_file.parent / 'bundle'}" in outcome.stderr
+    assert f" at {recipe_file.parent / 'bundle'}\n" in outcome.stderr
     for num_draft_tokens in (0, 1, 2, 4, 8, 16):
-        assert f"with {num_draft_tokens} draft tokens: " in outcome.stderr
-    assert "expert slots of" in outcome.stderr
+        assert f" {num_draft_tokens} draft tokens in 3.0 MiB: " in outcome.stderr
+    for part in ("of memory", "slots of", "dense", "draft", "KV cache", "buffers"):
+        assert part in outcome.stderr
     assert sorted(recipe_file.parent.rglob("*")) == before
+
+
+def test_dry_run_needs_no_weights(
+    specter_build: Command, recipe_file: Path, small_checkpoint: Path
+) -> None:
+    (recipe_file.parent / "config-only").mkdir()
+    shutil.copy(small_checkpoint / "config.json", recipe_file.parent / "config-only")
+    with_weights, without = (
+        specter_build(recipe_file, "--dry-run", "--set", f"model={model}")
+        for model in (small_checkpoint, "config-only")
+    )
+    assert (without.code, without.stdout) == (0, "")
+    remark = " (no weights here: sizes from config.json alone)"
+    assert remark in without.stderr
+    lines = without.stderr.replace(remark, "").splitlines(), with_weights.stderr.splitlines()
+    for first, second in zip(*lines, strict=True):
+        assert first.startswith("build") or first == second  # it tells the memory available
 
 
 def test_dry_run_refuses_what_the_build_would_refuse(

@@ -19,16 +19,21 @@ def probabilities(
     Ties at the edge of top-k are kept. Top-p keeps the smallest set of most probable tokens whose
     sum reaches ``top_p`` (arXiv 1904.09751, section 3.1). The order is that of transformers.
     """
+    return torch.stack([_row_probabilities(row, sampling) for row in logits])
+
+
+def _row_probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
+    """One row ``[V]`` at a time: sorting takes several times the memory of the logits."""
     scaled = logits.to(torch.float64) / sampling.temperature
-    if 0 < sampling.top_k < scaled.shape[-1]:
-        edge = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
+    if 0 < sampling.top_k < len(scaled):
+        edge = scaled.topk(sampling.top_k).values[-1]
         scaled = scaled.masked_fill(scaled < edge, float("-inf"))
     if sampling.top_p < 1.0:
-        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        ordered, order = scaled.sort(descending=True, stable=True)
         ordered_probs = ordered.softmax(dim=-1)
         mass_before = ordered_probs.cumsum(dim=-1) - ordered_probs
         drop = mass_before >= sampling.top_p  # the most probable token has 0 before it
-        drop[..., 0] = False
+        drop[0] = False
         scaled = scaled.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), float("-inf"))
     return scaled.softmax(dim=-1)
 

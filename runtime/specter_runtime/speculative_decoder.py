@@ -152,7 +152,7 @@ class SpeculativeDecoder:
     ) -> Acceptance:
         if self._sampling.is_greedy:
             return accept_greedy(draft.token_ids, logits.argmax(dim=-1).tolist())
-        target_probs = torch.cat([probabilities(row[None], self._sampling) for row in logits])
+        target_probs = probabilities(logits, self._sampling)
         shape = (len(draft.token_ids) + 1,)
         uniforms = torch.rand(shape, dtype=torch.float64, generator=self._generator).tolist()
         if draft.probs is None:

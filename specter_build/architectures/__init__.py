@@ -238,8 +238,8 @@ def _derive_rope(family: Architecture, raw: Mapping[str, Any], values: dict[str,
     width = _get(raw, "rotary_dim", int, width)
     if not 0 < width <= values["head_dim"] or width % 2:
         raise ValueError(
-            f"partial_rotary_factor {factor} of head_dim {values['head_dim']} gives {width} rotated "
-            "dimensions, expected an even number"
+            f"partial_rotary_factor {factor} of head_dim {values['head_dim']} gives {width} "
+            "rotated dimensions, expected an even number"
         )
     frequencies, attention_factor, longest = rope_frequencies(
         parameters, width, values["max_position_embeddings"]

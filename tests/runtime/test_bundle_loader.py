@@ -214,9 +214,9 @@ MANIFEST_VALUES: list[tuple[str | int, ...]] = [
     ("model", "moe_intermediate_size"),
     ("model", "num_experts"),
     ("model", "num_experts_per_tok"),
-    ("model", "norm_topk_prob"),
+    ("model", "routing", "norm_topk_prob"),
     ("model", "rms_norm_eps"),
-    ("model", "rope_theta"),
+    ("model", "rope", "attention_factor"),
     ("model", "max_position_embeddings"),
     ("model", "tie_word_embeddings"),
     ("model", "attention_bias"),
@@ -286,7 +286,7 @@ JSON = st.recursive(
 
 @settings(
     deadline=None,
-    max_examples=150,
+    max_examples=80,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # restored after each example
 )
 @given(case=st.sampled_from(WRONG_TYPES), value=JSON)

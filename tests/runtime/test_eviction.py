@@ -28,7 +28,7 @@ def brute_force(
     return min(candidates)[-1] if candidates else None
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(
     oldest_first=st.lists(KEYS, unique=True, max_size=8),
     pinned=st.sets(KEYS, max_size=4),

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from specter_runtime.config import ModelConfig
+from specter_build.architectures.rope import rope_frequencies
+from specter_runtime.config import RopeConfig
 from specter_runtime.layers import RotaryEmbedding, attend, rms_norm, rotate, swiglu
 from tests import oracles
 from tests.oracles import array, gamma
 
 DTYPES = ("float32", "bfloat16")
-CONFIG = ModelConfig(
-    model_type="qwen3_moe",
-    vocab_size=32,
-    hidden_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    head_dim=16,
-    moe_intermediate_size=16,
-    num_experts=4,
-    num_experts_per_tok=2,
-    norm_topk_prob=True,
-    rms_norm_eps=1e-6,
-    rope_theta=10_000.0,
-    max_position_embeddings=65_536,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm="none",
-    clip_qkv=None,
-    intermediate_size=None,
-    dense_layers=(),
-)
+HEAD_DIM = 16
+SCALING = HEAD_DIM**-0.5
+
+
+def rope(theta: float = 10_000.0) -> RotaryEmbedding:
+    frequencies, factor, _ = rope_frequencies({"rope_theta": theta}, HEAD_DIM, 65_536)
+    return RotaryEmbedding(RopeConfig(frequencies, factor))
 
 
 def randn(*shape: int, dtype: str = "float32", seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -81,9 +65,8 @@ def test_rms_norm_rounds_before_the_weight_is_applied() -> None:
 @pytest.mark.parametrize("start", [0, 1, 1000, 60_000])
 @pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
 def test_rotation_equals_oracle(start: int, theta: float) -> None:
-    config = replace(CONFIG, rope_theta=theta)
-    heads = randn(3, 2, config.head_dim, seed=start)
-    angles = RotaryEmbedding(config).angles(start, 3, torch.float32)
+    heads = randn(3, 2, HEAD_DIM, seed=start)
+    angles = rope(theta).angles(start, 3, torch.float32)
     positions = range(start, start + 3)
     expected = oracles.rotate(array(heads), positions, theta)
     # An inverse frequency is off by 2 roundings (exponent, quotient) and the power's own error: an
@@ -93,12 +76,14 @@ def test_rotation_equals_oracle(start: int, theta: float) -> None:
     position_error = gamma(5 + np.log(theta)) * np.array(positions)
     bound = position_error[:, None, None] + gamma(4)
     magnitude = np.abs(array(heads))
-    pair = magnitude + np.roll(magnitude, config.head_dim // 2, axis=-1)
-    assert np.all(np.abs(array(rotate(heads, angles)) - expected) <= bound * pair)
+    pair = magnitude + np.roll(magnitude, HEAD_DIM // 2, axis=-1)
+    assert np.all(
+        np.abs(array(rotate(heads, angles, interleaved=False)) - expected) <= bound * pair
+    )
 
 
 def test_angles_do_not_depend_on_the_block_they_are_computed_in() -> None:
-    rotary = RotaryEmbedding(CONFIG)
+    rotary = rope()
     together = rotary.angles(7, 9, torch.bfloat16)
     for i in range(9):
         alone = rotary.angles(7 + i, 1, torch.bfloat16)
@@ -106,10 +91,29 @@ def test_angles_do_not_depend_on_the_block_they_are_computed_in() -> None:
             assert torch.equal(whole[i : i + 1], part)
 
 
+def test_interleaved_pairs_are_neighbours_and_come_out_half_split() -> None:
+    heads = randn(3, 2, HEAD_DIM, seed=4)
+    angles = rope().angles(5, 3, torch.float32)
+    half_split = torch.cat((heads[..., 0::2], heads[..., 1::2]), dim=-1)
+    assert torch.equal(
+        rotate(heads, angles, interleaved=True), rotate(half_split, angles, interleaved=False)
+    )
+
+
+def test_dimensions_beyond_the_rotated_ones_pass() -> None:
+    heads = randn(3, 2, HEAD_DIM + 8, seed=4)
+    angles = rope().angles(5, 3, torch.float32)
+    turned = rotate(heads, angles, interleaved=False)
+    assert torch.equal(turned[..., HEAD_DIM:], heads[..., HEAD_DIM:])
+    assert torch.equal(
+        turned[..., :HEAD_DIM], rotate(heads[..., :HEAD_DIM], angles, interleaved=False)
+    )
+
+
 def test_position_zero_is_not_turned() -> None:
-    heads = randn(1, 4, CONFIG.head_dim)
-    angles = RotaryEmbedding(CONFIG).angles(0, 1, torch.float32)
-    assert torch.equal(rotate(heads, angles), heads)
+    heads = randn(1, 4, HEAD_DIM)
+    angles = rope().angles(0, 1, torch.float32)
+    assert torch.equal(rotate(heads, angles, interleaved=False), heads)
 
 
 # ---- attention ------------------------------------------------------------------------------
@@ -118,7 +122,7 @@ def test_position_zero_is_not_turned() -> None:
 def attention_inputs(
     num_new: int, num_seen: int, num_groups: int, dtype: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    width = CONFIG.head_dim
+    width = HEAD_DIM
     return (
         randn(num_new, 6, width, dtype=dtype, seed=1),
         randn(num_seen, num_groups, width, dtype=dtype, seed=2),
@@ -138,21 +142,58 @@ def test_attention_equals_oracle(num_new: int, num_seen: int, num_groups: int, d
     # in the dtype, the two sums over S positions 2 S in float32. All of it multiplies a mean of
     # values, bounded by the same mean of their magnitudes.
     longest = [np.linalg.norm(array(x), axis=-1).max() for x in (queries, keys)]
-    norms = np.prod(longest) / np.sqrt(CONFIG.head_dim)
-    score_error = (gamma(CONFIG.head_dim) + gamma(2, dtype)) * norms
+    norms = np.prod(longest) / np.sqrt(HEAD_DIM)
+    score_error = (gamma(HEAD_DIM) + gamma(2, dtype)) * norms
     relative = 2 * score_error + gamma(4, dtype) + gamma(2 * num_seen)
     mean = oracles.attention(array(queries), array(keys), np.abs(array(values)))
-    assert np.all(np.abs(array(attend(queries, keys, values)) - expected) <= relative * mean)
+    assert np.all(
+        np.abs(array(attend(queries, keys, values, SCALING, None, None)) - expected)
+        <= relative * mean
+    )
     assert relative < (0.2 if dtype == "bfloat16" else 1e-4)  # else this could not fail
 
 
 def test_a_row_does_not_see_later_positions() -> None:
     queries, keys, values = attention_inputs(4, 10, 3, "float32")
-    before = attend(queries, keys, values)
+    before = attend(queries, keys, values, SCALING, None, None)
     keys[8:], values[8:] = 100.0, -100.0
-    after = attend(queries, keys, values)  # rows are positions 6 to 9
+    after = attend(queries, keys, values, SCALING, None, None)  # rows are positions 6 to 9
     assert torch.equal(before[:2], after[:2])
     assert not torch.equal(before[2:], after[2:])
+
+
+@pytest.mark.parametrize("num_new", [1, 4])
+def test_a_window_hides_what_lies_before_it(num_new: int) -> None:
+    queries, keys, values = attention_inputs(num_new, 12, 3, "float32")
+    windowed = attend(queries, keys, values, SCALING, 5, None)
+    keys[: 12 - num_new - 4], values[: 12 - num_new - 4] = 100.0, -100.0
+    assert torch.equal(attend(queries, keys, values, SCALING, 5, None), windowed)
+    rows = [
+        attend(
+            queries[i : i + 1],
+            keys[: 12 - num_new + i + 1],
+            values[: 12 - num_new + i + 1],
+            SCALING,
+            5,
+            None,
+        )
+        for i in range(num_new)
+    ]
+    # The same sums over 5 positions, in another order where a mask pads them: gamma(2 S + C) apart.
+    bound = 2 * gamma(2 * 12 + HEAD_DIM) * values.abs().max().item()
+    assert (torch.cat(rows) - windowed).abs().max() <= bound
+
+
+def test_a_sink_takes_its_share_and_gives_nothing() -> None:
+    queries, keys, values = attention_inputs(4, 9, 3, "float32")
+    without = attend(queries, keys, values, SCALING, None, None)
+    sinks = torch.full((6,), -1e4)  # a share of exp(-1e4): nothing
+    # Softmax and sums in another order: gamma(2 S + C) of the largest value, twice.
+    bound = 2 * gamma(2 * 9 + HEAD_DIM) * values.abs().max().item()
+    none = attend(queries, keys, values, SCALING, None, sinks)
+    assert (none - without).abs().max() <= bound
+    all_of_it = attend(queries, keys, values, SCALING, None, torch.full((6,), 1e4))
+    assert not all_of_it.any()
 
 
 # ---- MLP ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specter_runtime.config import ModelConfig
+from specter_runtime.config import ModelConfig, RopeConfig, RoutingConfig
 from specter_runtime.errors import BundleError
 from specter_runtime.manifest import (
     DraftFormat,
@@ -37,14 +37,13 @@ MODEL = ModelConfig(
     moe_intermediate_size=48,
     num_experts=8,
     num_experts_per_tok=2,
-    norm_topk_prob=True,
     rms_norm_eps=1e-6,
-    rope_theta=10000.0,
     max_position_embeddings=512,
     tie_word_embeddings=False,
-    attention_bias=False,
+    attention_scaling=0.25,
+    rope=RopeConfig((1.0, 0.5)),
+    routing=RoutingConfig(norm_topk_prob=True),
     qk_norm="head",
-    clip_qkv=None,
     intermediate_size=96,
     dense_layers=(1,),
 )

@@ -46,6 +46,7 @@ def arguments(config: ModelConfig, **changes: Any) -> dict[str, Any]:
         "group_size": 16,
         "symmetric": True,
         "dtype": "float32",
+        "expert_dtype": "float32",
         "max_context_tokens": 128,
         "prompt_chunk_tokens": 64,
         "num_draft_tokens": 4,
@@ -192,7 +193,7 @@ def test_draft_bytes_are_those_of_the_real_draft(
         [0 if ExpertKey(layer, expert) in left_out else bits for expert in range(8)]
         for layer in range(3)
     ]
-    assert draft_nbytes(tiny.config, widths, group_size, symmetric) == draft.nbytes
+    assert draft_nbytes(tiny.config, widths, group_size, symmetric, "float32") == draft.nbytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -343,7 +343,7 @@ ENTRIES = st.fixed_dictionaries(
 HEADERS = st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), ENTRIES | JSON)
 SETTINGS = settings(
     deadline=None,
-    max_examples=150,
+    max_examples=100,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # the file is rewritten each time
 )
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from specter_build.architectures import ARCHITECTURES, read_config
@@ -283,21 +283,26 @@ def test_greedy_tokens_through_a_bundle_equal_transformers(tmp_path: Path, case:
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
     """A ``config.json`` with changes; None drops a key."""
-    config_class, _, own = FAMILIES[family]
-    config = json.loads(config_class(**own).to_json_string()) | changes
+    own = FAMILIES[family][2] if family in FAMILIES else {}
+    config = json.loads(AutoConfig.for_model(family, **own).to_json_string()) | changes
     return {key: value for key, value in config.items() if key not in changes or value is not None}
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+UNKNOWN = {"rope_type": "spiral", "factor": 4.0, "rope_theta": 1e4}
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("qwen3_moe", {"rope_scaling": YARN}, ("rope_scaling", "rope_type", "'yarn'")),
-    ("qwen3_moe", {"rope_scaling": {"type": "linear", "factor": 2}}, ("rope_scaling", "'linear'")),
-    ("olmoe", {"rope_parameters": YARN}, ("rope_parameters", "rope_type", "'yarn'")),
+    ("qwen3_moe", {"rope_parameters": None, "rope_scaling": UNKNOWN}, ("rope_type", "'spiral'")),
+    ("olmoe", {"rope_parameters": UNKNOWN}, ("rope_type", "'spiral'", "yarn")),
+    ("olmoe", {"rope_parameters": {"rope_type": "linear"}}, ("rope parameter", "'factor'")),
+    ("olmoe", {"rope_parameters": {"rope_type": "linear", "factor": "2x"}}, ("2x",)),
     (
         "mixtral",
-        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        ("rope_parameters", "partial_rotary_factor", "0.5"),
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.01}},
+        ("partial_rotary_factor", "0.01"),
     ),
+    ("deepseek_v3", {"topk_method": "greedy"}, ("topk_method", "'greedy'")),
+    ("deepseek_v2", {"norm_topk_prob": True}, ("norm_topk_prob", "True")),
+    ("ernie4_5_moe", {"use_bias": True}, ("use_bias", "True")),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, ("layer_types", "1 entries")),
     ("mixtral", {"sliding_window": 4096}, ("sliding_window", "4096")),
     ("qwen3_moe", {"use_sliding_window": True}, ("use_sliding_window", "True")),
     *((family, {"hidden_act": "gelu"}, ("hidden_act", "'gelu'")) for family in FAMILIES),

@@ -1,4 +1,4 @@
-"""A build is deterministic, does nothing twice, and leaves nothing behind when it cannot finish."""
+"""A build is deterministic, does nothing twice, and publishes a whole bundle or none."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from specter_build import pipeline, write_bundle
+from specter_build import convert_layers, pipeline, write_bundle
 from specter_build.audit import audit
 from specter_build.checkpoint import Checkpoint
-from specter_build.open_inputs import bundle_nbytes, open_inputs
+from specter_build.open_inputs import open_inputs
 from specter_build.pipeline import BuildResult, build
 from specter_build.quantizers import round_to_nearest
 from specter_build.recipe import Recipe
@@ -105,9 +105,7 @@ def test_two_builds_give_the_same_bytes_wherever_they_lie(
     shutil.copytree(folder, elsewhere)
     again = build(make_recipe(elsewhere, Path("deep/er")), elsewhere)
     assert again.destination == elsewhere / "deep" / "er"
-    first, second = contents(built.destination), contents(again.destination)
-    assert first.keys() == second.keys()
-    assert [name for name in first if first[name] != second[name] and name != TIMINGS] == []
+    assert_same_bundle(again.destination, built.destination)
 
 
 def test_building_again_touches_nothing_when_nothing_changed(
@@ -144,7 +142,7 @@ def test_damaged_bundle_is_not_up_to_date(
     damage(bundle_copy)
     result = build(make_recipe(folder, bundle_copy), bundle_copy.parent)
     assert result.was_built
-    assert contents(bundle_copy).keys() == contents(built.destination).keys()
+    assert_same_bundle(bundle_copy, built.destination)
 
 
 def test_changed_recipe_replaces_the_bundle(
@@ -260,37 +258,83 @@ def fail(*_args: object, **_kwargs: object) -> None:
     raise RuntimeError("planted")
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("is_first", [True, False], ids=["first build", "rebuild"])
-def test_failing_step_leaves_what_was_there_and_nothing_else(
-    folder: Path, bundle_copy: Path, monkeypatch: pytest.MonkeyPatch, step: str, is_first: bool
+def make_outdated(bundle: Path) -> None:
+    """As if the bundle had been built from other inputs."""
+    change_json(bundle / "manifest.json", lambda manifest: manifest.update(build_digest="other"))
+
+
+def assert_same_bundle(root: Path, expected: Path) -> None:
+    """Equal to the byte but for timings, and nothing beside it."""
+    first, second = contents(root), contents(expected)
+    assert first.keys() == second.keys()
+    assert [name for name in first if first[name] != second[name]] in ([], [TIMINGS])
+    assert {path.name for path in root.parent.iterdir() if path.name.startswith(".")} == set()
+
+
+@pytest.mark.parametrize(
+    ("step", "is_first"),
+    [*((step, True) for step in STEPS), ("convert_layers", False), ("move_into_place", False)],
+)
+def test_failing_step_publishes_nothing_and_the_next_build_ends_as_if_it_had_not_failed(
+    folder: Path,
+    built: BuildResult,
+    bundle_copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    is_first: bool,
 ) -> None:
+    make_outdated(bundle_copy)
     output = bundle_copy.with_name("new") if is_first else bundle_copy
-    before = contents(bundle_copy.parent)
-    monkeypatch.setattr(pipeline, step, fail)
-    with pytest.raises(RuntimeError, match="planted"):
-        build(make_recipe(folder, output, draft={"bits": 2}), output.parent)
-    assert contents(bundle_copy.parent) == before
-    assert names_in(bundle_copy.parent) == {"bundle"}
+    before = contents(bundle_copy)
+    recipe = make_recipe(folder, output)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, step, fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            build(recipe, output.parent)
+    assert contents(bundle_copy) == before
+    assert names_in(output.parent) <= {"bundle", f".{output.name}.building"}
+    assert build(recipe, output.parent).was_built
+    assert_same_bundle(output, built.destination)
 
 
-def test_interrupted_build_leaves_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def interrupt(*_args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_interrupted_build_goes_on_from_its_last_finished_layer_to_the_same_bytes(
+    folder: Path, built: BuildResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_args: object) -> None:
-        raise KeyboardInterrupt
+    recipe = make_recipe(folder, tmp_path / "bundle")
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_layers, "split_layer", interrupt)  # layer 0 has no experts
+        with pytest.raises(KeyboardInterrupt):
+            build(recipe, tmp_path)
+    assert not (tmp_path / "bundle").exists()
+    seen: list[tuple[int, int]] = []
+    result = build(recipe, tmp_path, lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+    assert_same_bundle(result.destination, built.destination)
 
-    monkeypatch.setattr(pipeline, "split_layer", interrupt)
-    output = tmp_path / "out" / "bundle"
-    with pytest.raises(KeyboardInterrupt):
-        build(make_recipe(folder, output), tmp_path)
-    assert names_in(output.parent) == set()
+
+def test_what_an_interrupted_build_of_other_inputs_left_is_not_used(
+    folder: Path, built: BuildResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_recipe(folder, tmp_path / "bundle", calibration={"seed": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_layers, "split_layer", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            build(other, tmp_path)
+    seen: list[tuple[int, int]] = []
+    recipe = make_recipe(folder, tmp_path / "bundle")
+    result = build(recipe, tmp_path, lambda done, total: seen.append((done, total)))
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+    assert_same_bundle(result.destination, built.destination)
 
 
 def test_old_bundle_survives_a_replacement_that_fails(
     folder: Path, bundle_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = contents(bundle_copy.parent)
+    before = contents(bundle_copy)
     rename = Path.rename
 
     def rename_all_but_the_new(path: Path, target: Path) -> Path:
@@ -301,7 +345,7 @@ def test_old_bundle_survives_a_replacement_that_fails(
     monkeypatch.setattr(Path, "rename", rename_all_but_the_new)
     with pytest.raises((OSError, SpecterError), match="planted"):
         build(make_recipe(folder, bundle_copy, draft={"bits": 2}), bundle_copy.parent)
-    assert contents(bundle_copy.parent) == before
+    assert contents(bundle_copy) == before
 
 
 def test_full_disk_in_the_middle_is_an_error_for_people(
@@ -310,10 +354,10 @@ def test_full_disk_in_the_middle_is_an_error_for_people(
     def no_space(*_args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pipeline, "write_tensors", no_space)
+    monkeypatch.setattr(convert_layers, "write_tensors", no_space)
     with pytest.raises(SpecterError, match="No space left on device"):
         build(make_recipe(folder, tmp_path / "out" / "bundle"), tmp_path)
-    assert names_in(tmp_path / "out") == set()
+    assert not (tmp_path / "out" / "bundle").exists()
 
 
 def test_leftovers_of_a_killed_build_are_removed(folder: Path, tmp_path: Path) -> None:
@@ -335,7 +379,7 @@ def test_second_build_of_a_destination_is_refused_while_the_first_runs(
         with pytest.raises(RecipeError, match="is being built by another process"):
             build(make_recipe(folder, output), tmp_path)
         assert names_in(work) == {"half"}
-    assert names_in(tmp_path) == set()
+    assert build(make_recipe(folder, output), tmp_path).was_built
 
 
 def test_lock_holds_when_the_build_before_ended_between_opening_and_locking(
@@ -392,7 +436,7 @@ def test_what_is_needed_on_disk_is_the_tensors_and_some_of_the_headers(
     tensors |= stored_tensors(built.destination.rglob("expert-*.safetensors"))
     tensors |= load_file(built.destination / "model" / "common.safetensors")
     recipe = make_recipe(folder, built.destination)
-    needed = bundle_nbytes(open_inputs(recipe, built.destination.parent))
+    needed = open_inputs(recipe, built.destination.parent).estimate.bundle_bytes
     assert sum(tensor.nbytes for tensor in tensors.values()) <= needed
     assert needed <= sum(map(len, files.values()))
 
@@ -404,7 +448,7 @@ def test_memory_budget_without_room_is_refused_with_the_minimum(
     assert message.startswith("plan.memory_budget: a memory budget of 100.0 KiB is too small")
     minimum = int(message.split("(")[1].split(" bytes)")[0])
     recipe = make_recipe(folder, tmp_path / "bundle", plan={"memory_budget": minimum})
-    (memory,) = open_inputs(recipe, tmp_path).memory.values()
+    (memory,) = open_inputs(recipe, tmp_path).estimate.memory.values()
     assert memory.num_slots == PER_TOKEN
     assert memory.used_bytes == minimum
     refusal(folder, tmp_path, CapacityError, plan={"memory_budget": minimum - 1})
@@ -520,7 +564,9 @@ def test_failed_download_is_refused_by_name(
     assert "no route to host" in message
 
 
-def test_weight_that_is_no_number_is_refused_and_nothing_left(folder: Path, tmp_path: Path) -> None:
+def test_weight_that_is_no_number_is_refused_and_nothing_published(
+    folder: Path, tmp_path: Path
+) -> None:
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(folder / "checkpoint", checkpoint)
     weights = checkpoint / "model.safetensors"
@@ -530,7 +576,7 @@ def test_weight_that_is_no_number_is_refused_and_nothing_left(folder: Path, tmp_
     output = tmp_path / "out" / "bundle"
     with pytest.raises(SpecterError, match="layer 1, expert 2, up_proj"):
         build(make_recipe(folder, output, model=checkpoint), tmp_path)
-    assert names_in(output.parent) == set()
+    assert not output.exists()
 
 
 def test_context_without_room_for_a_prompt_and_a_token_is_refused_by_key(
@@ -656,7 +702,7 @@ def flip_last_byte(path: Path) -> None:
 
 
 def run_audit(folder: Path, root: Path) -> None:
-    audit(root, Checkpoint(folder / "checkpoint"), list(range(40, 60)))
+    audit(root, Checkpoint(folder / "checkpoint"), list(range(40, 60)), memory_bytes=2**30)
 
 
 def test_audit_passes_a_good_bundle(folder: Path, built: BuildResult) -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specter_build.estimate import CANDIDATES
 from specter_build.plan_placement import (
-    CANDIDATES,
     Evidence,
     hottest_first,
     plan_placement,
@@ -19,7 +19,7 @@ from specter_build.plan_placement import (
     replay_loads,
 )
 from specter_build.recipe import HardwareRecipe
-from specter_runtime.config import ModelConfig
+from specter_runtime.config import ModelConfig, RopeConfig, RoutingConfig
 from specter_runtime.experts import ExpertKey, expert_nbytes
 from specter_runtime.manifest import Plan
 from specter_runtime.memory import MemoryUse, dense_nbytes
@@ -35,16 +35,12 @@ CONFIG = ModelConfig(
     moe_intermediate_size=8,
     num_experts=4,
     num_experts_per_tok=1,
-    norm_topk_prob=True,
     rms_norm_eps=1e-6,
-    rope_theta=10_000.0,
     max_position_embeddings=256,
     tie_word_embeddings=True,
-    attention_bias=False,
-    qk_norm="head",
-    clip_qkv=None,
-    intermediate_size=None,
-    dense_layers=(),
+    attention_scaling=8**-0.5,
+    rope=RopeConfig(inverse_frequencies=(1.0, 0.1, 0.01, 0.001)),
+    routing=RoutingConfig(),
 )
 ALL_EXPERTS = [ExpertKey(layer, expert) for layer in range(2) for expert in range(4)]
 
