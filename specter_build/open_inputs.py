@@ -18,10 +18,12 @@ from pathlib import Path
 
 import torch
 
+from specter_build.calibrated_quantizers import PACKAGES
 from specter_build.calibration import CalibrationText, make_sequences, read_texts
 from specter_build.checkpoint import CARRIED_FILES, Checkpoint
 from specter_build.plan_placement import CANDIDATES
-from specter_build.recipe import Recipe
+from specter_build.quantize_draft import check_method
+from specter_build.recipe import DraftRecipe, Recipe
 from specter_runtime import __version__
 from specter_runtime.bundle_loader import file_sha256
 from specter_runtime.config import ModelConfig
@@ -52,8 +54,7 @@ class Inputs:
     @property
     def bits(self) -> tuple[tuple[int, ...], ...]:
         """Width of each stand-in by routed layer."""
-        config = self.checkpoint.config
-        return ((self.recipe.draft.bits,) * config.num_experts,) * len(config.moe_layers)
+        return self.recipe.draft.widths(self.checkpoint.config)
 
     @property
     def digest(self) -> str:
@@ -61,7 +62,7 @@ class Inputs:
         sources = {name: entry.sha256 for name, entry in self.source_files.items()}
         parts = [__version__, FORMAT_VERSION, self.recipe.digest(), self.calibration.sha256]
         parts.append(self.model_name)
-        content = json.dumps([*parts, sources, tool_versions()], sort_keys=True)
+        content = json.dumps([*parts, sources, tool_versions(self.recipe.draft)], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -70,6 +71,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     model_folder = resolve_model(recipe, folder)
     checkpoint = Checkpoint(model_folder)
     config = checkpoint.config
+    check_method(recipe.draft, config)
     tokenizer = Tokenizer(model_folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise RecipeError(
@@ -143,7 +145,7 @@ def divide_memory(
         CapacityError: none fits; states the minimum.
     """
     asked = recipe.plan.num_draft_tokens
-    bits = ((recipe.draft.bits,) * config.num_experts,) * len(config.moe_layers)
+    bits = recipe.draft.widths(config)
     divisions: dict[int, MemoryUse] = {}
     refusal: CapacityError | None = None
     for candidate in CANDIDATES if asked == "auto" else (asked,):
@@ -188,9 +190,9 @@ def check_disk(inputs: Inputs, destination: Path) -> None:
         )
 
 
-def tool_versions() -> dict[str, str]:
+def tool_versions(draft: DraftRecipe) -> dict[str, str]:
     """Versions of what shapes the bytes of a bundle."""
-    names = ("torch", "tokenizers", "numpy")
+    names = ("torch", "tokenizers", "numpy", *(PACKAGES if draft.is_calibrated else ()))
     return {
         "specter": __version__,
         "python": platform.python_version(),
