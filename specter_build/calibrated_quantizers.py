@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 
 import torch
 
@@ -53,13 +54,13 @@ def load(method: str) -> None:
         RecipeError: llm-compressor is not installed, or not in a version that has what is called.
     """
     try:
-        from loguru import logger
+        # llm-compressor logs to standard output, which is the caller's: there is no accelerator, it
+        # says at each call. While it is imported that goes to standard error, then nowhere.
+        with contextlib.redirect_stdout(sys.stderr):
+            import llmcompressor.modifiers.gptq.gptq_quantize
+            import llmcompressor.modifiers.transform.awq
 
-        # llm-compressor prints its log to standard output; all it has to say here is that there is
-        # no accelerator.
-        logger.disable("llmcompressor")
-        import llmcompressor.modifiers.gptq.gptq_quantize
-        import llmcompressor.modifiers.transform.awq  # noqa: F401
+            llmcompressor.configure_logger(llmcompressor.LoggerConfig(disabled=True))
     except ImportError as exc:
         raise RecipeError(
             f"draft.method: {method} needs llm-compressor, which cannot be imported ({exc}); "
