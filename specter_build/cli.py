@@ -89,11 +89,12 @@ def _print_estimate(recipe: Recipe, folder: Path) -> None:
     destination = (folder / recipe.output).resolve()
     check_disk(sizes.bundle_bytes, destination)
     config = sizes.config
+    widths = sorted({width for row in recipe.draft.widths(config) for width in row})
     lines = [
         f"model        {config.model_type}: {config.num_hidden_layers} layers, "
         f"{config.num_experts} experts, top-{config.num_experts_per_tok}, {sizes.expert_dtype}"
         + ("" if sizes.has_weights else " (no weights here: sizes from config.json alone)"),
-        f"draft        {recipe.draft.method}, {recipe.draft.bits} bits in groups of "
+        f"draft        {recipe.draft.method}, {'/'.join(map(str, widths))} bits in groups of "
         f"{recipe.draft.group_size}",
         f"bundle       {format_bytes(sizes.bundle_bytes)} at {destination}",
         f"build        up to {format_bytes(sizes.build_bytes)} of memory "

@@ -19,7 +19,7 @@ import torch
 from specter_build.open_inputs import Inputs
 from specter_build.profile_routing import COMPUTE_DTYPE, HeadComparison, LayerRunner
 from specter_build.progress import Progress
-from specter_build.quantize_draft import draft_tensors, quantize_layer
+from specter_build.quantize_draft import ExpertInputs, draft_tensors, quantize_layer
 from specter_build.report import LayerProfile
 from specter_build.split_experts import split_layer
 from specter_runtime.experts import ExpertKey, PackedExperts, ResidentExperts
@@ -89,13 +89,20 @@ def _convert_layer(
     layer = runner.bind_layer(index, dense)
     keys = [ExpertKey(index, e) for e in range(config.num_experts) if index in config.moe_layers]
     experts = {key: checkpoint.expert(key) for key in keys}
-    quantized = quantize_layer(experts, inputs.recipe.draft)
-    target, target_routing = runner.run(layer, hidden[0], ResidentExperts(experts))
+    target, rows, routing = runner.run(layer, hidden[0], ResidentExperts(experts))
+    if routing is None:
+        return (target, runner.run(layer, hidden[1], ResidentExperts({})).hidden), None
+    expert_inputs = ExpertInputs(rows, routing, config.swiglu_limit)
+    widths = inputs.bits[config.moe_layers.index(index)]
+    quantized = quantize_layer(experts, inputs.recipe.draft, widths, expert_inputs)
     stand_ins = PackedExperts(quantized.packed, COMPUTE_DTYPE)
-    draft, draft_routing = runner.run(layer, hidden[1], stand_ins)
-    if target_routing is None or draft_routing is None:
-        return (target, draft), None
+    draft, _, draft_routing = runner.run(layer, hidden[1], stand_ins)
+    assert draft_routing is not None, "a routed layer gives a routing"
     names = {key: checkpoint.expert_names(key) for key in keys}
     split_layer(work, experts, names)
-    write_tensors(work / draft_path(index), draft_tensors(quantized.packed, names), {})
-    return (target, draft), LayerProfile(target_routing, draft_routing, quantized.relative_error)
+    if quantized.packed:
+        write_tensors(work / draft_path(index), draft_tensors(quantized.packed, names), {})
+    profile = LayerProfile(
+        routing, draft_routing, quantized.relative_error, quantized.fallback_experts
+    )
+    return (target, draft), profile

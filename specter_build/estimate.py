@@ -116,11 +116,6 @@ def check_lengths(recipe: Recipe, config: ModelConfig) -> None:
             )
 
 
-def draft_bits(recipe: Recipe, config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Width of each stand-in by routed layer."""
-    return ((recipe.draft.bits,) * config.num_experts,) * len(config.moe_layers)
-
-
 def divide_memory(
     recipe: Recipe, config: ModelConfig, expert_dtype: str, dtype: str
 ) -> dict[int, MemoryUse]:
@@ -130,7 +125,7 @@ def divide_memory(
         CapacityError: none fits; states the minimum.
     """
     asked = recipe.plan.num_draft_tokens
-    bits = draft_bits(recipe, config)
+    bits = recipe.draft.widths(config)
     divisions: dict[int, MemoryUse] = {}
     refusal: CapacityError | None = None
     for candidate in CANDIDATES if asked == "auto" else (asked,):
@@ -164,7 +159,7 @@ def bundle_nbytes(recipe: Recipe, config: ModelConfig, dense_dtype: str, expert_
 
 def _draft_bytes(recipe: Recipe, config: ModelConfig, expert_dtype: str) -> int:
     draft = recipe.draft
-    bits = draft_bits(recipe, config)
+    bits = recipe.draft.widths(config)
     return draft_nbytes(config, bits, draft.group_size, draft.symmetric, expert_dtype)
 
 

@@ -18,15 +18,12 @@ from pathlib import Path
 
 import torch
 
+from specter_build.calibrated_quantizers import PACKAGES
 from specter_build.calibration import CalibrationText, make_sequences, read_texts
 from specter_build.checkpoint import CARRIED_FILES, Checkpoint
-from specter_build.estimate import (
-    Estimate,
-    check_memory,
-    draft_bits,
-    estimate_checkpoint,
-)
-from specter_build.recipe import Recipe
+from specter_build.estimate import Estimate, check_memory, estimate_checkpoint
+from specter_build.quantize_draft import check_method
+from specter_build.recipe import DraftRecipe, Recipe
 from specter_runtime import __version__
 from specter_runtime.bundle_loader import file_sha256
 from specter_runtime.errors import CapacityError, RecipeError
@@ -51,7 +48,7 @@ class Inputs:
     @property
     def bits(self) -> tuple[tuple[int, ...], ...]:
         """Width of each stand-in by routed layer."""
-        return draft_bits(self.recipe, self.checkpoint.config)
+        return self.recipe.draft.widths(self.checkpoint.config)
 
     @property
     def digest(self) -> str:
@@ -59,7 +56,7 @@ class Inputs:
         sources = {name: entry.sha256 for name, entry in self.source_files.items()}
         parts = [__version__, FORMAT_VERSION, self.recipe.digest(), self.calibration.sha256]
         parts.append(self.model_name)
-        content = json.dumps([*parts, sources, tool_versions()], sort_keys=True)
+        content = json.dumps([*parts, sources, tool_versions(self.recipe.draft)], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -68,6 +65,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     model_folder = resolve_model(recipe, folder)
     checkpoint = Checkpoint(model_folder)
     config = checkpoint.config
+    check_method(recipe.draft, config)
     tokenizer = Tokenizer(model_folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise RecipeError(
@@ -128,9 +126,9 @@ def _download(recipe: Recipe, folder: Path, patterns: list[str]) -> Path:
         ) from exc
 
 
-def tool_versions() -> dict[str, str]:
+def tool_versions(draft: DraftRecipe) -> dict[str, str]:
     """Versions of what shapes the bytes of a bundle."""
-    names = ("torch", "tokenizers", "numpy")
+    names = ("torch", "tokenizers", "numpy", *(PACKAGES if draft.is_calibrated else ()))
     return {
         "specter": __version__,
         "python": platform.python_version(),

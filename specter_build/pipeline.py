@@ -134,7 +134,7 @@ def conclude(
         "sha256": inputs.calibration.sha256,
         **recipe.calibration.model_dump(exclude={"files"}),
     }
-    report = make_report(config, layers, heads, draft.model_dump(), sizes, calibration)
+    report = make_report(config, layers, heads, draft.model_dump(), inputs.bits, sizes, calibration)
     shape = (num_sequences, -1, config.num_experts_per_tok)
     evidence = Evidence(
         routes={i: profile.target.selected_experts.view(shape) for i, profile in profiles.items()},
@@ -205,7 +205,7 @@ def make_manifest(inputs: Inputs, work: Path) -> Manifest:
         recipe={"model": inputs.model_name, **recipe.settings()},
         build_digest=inputs.digest,
         seed=recipe.calibration.seed,
-        tools=tool_versions(),
+        tools=tool_versions(recipe.draft),
         source_files=inputs.source_files,
     )
 

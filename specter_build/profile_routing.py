@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +42,20 @@ class HeadComparison:
     overlap: torch.Tensor
 
 
+class LayerPass(NamedTuple):
+    """What one layer makes of N x T rows.
+
+    Attributes:
+        hidden: ``[N, T, D]`` behind the layer.
+        mlp_input: ``[N * T, D]``: what enters the router and the experts.
+        routing: of all rows; None if the layer is dense.
+    """
+
+    hidden: torch.Tensor
+    mlp_input: torch.Tensor
+    routing: Routing | None
+
+
 class LayerRunner:
     """Runs single layers over calibration sequences, reusing one sequence's KV cache."""
 
@@ -67,13 +82,13 @@ class LayerRunner:
         layer: DecoderLayer,
         hidden: torch.Tensor,  # [N, T, D]
         provider: ExpertProvider,
-    ) -> tuple[torch.Tensor, Routing | None]:
-        """Hidden states behind the layer and the routing of all N x T rows; None if dense."""
+    ) -> LayerPass:
+        """Run all sequences through a layer."""
         attended = torch.stack(
             [layer.attention(x, 0, self._angles, self._kv_cache) for x in hidden]
-        )
-        rows, routing = layer.mlp([attended.flatten(0, 1)], provider)
-        return rows[0].view(hidden.shape), routing
+        ).flatten(0, 1)
+        rows, routing = layer.mlp([attended], provider)
+        return LayerPass(rows[0].view(hidden.shape), layer.mlp_input(attended), routing)
 
     def compare_heads(
         self,

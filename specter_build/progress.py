@@ -80,6 +80,7 @@ class Progress:
                 "draft.selected_experts": profile.draft.selected_experts,
                 "draft.routing_weights": profile.draft.routing_weights,
                 "relative_error": torch.tensor(profile.relative_error, dtype=torch.float64),
+                "fallback_experts": torch.tensor(profile.fallback_experts, dtype=torch.int64),
             }
             write_tensors(self._folder / f"layer-{index:03d}.safetensors", tensors, {})
             self.profiles[index] = profile
@@ -100,4 +101,5 @@ def _read_profile(path: Path, index: int) -> LayerProfile:
         Routing(index, tensors[f"{name}.selected_experts"], tensors[f"{name}.routing_weights"])
         for name in ("target", "draft")
     )
-    return LayerProfile(target, draft, float(tensors["relative_error"]))
+    fallback = tuple(tensors["fallback_experts"].tolist())
+    return LayerProfile(target, draft, float(tensors["relative_error"]), fallback)

@@ -1,56 +1,221 @@
 """Step: the routed experts of one layer become the draft's stand-ins. Nothing else is quantized.
 
-Called by: pipeline.  Next: quantizers.
+Methods that look at data are given the rows that enter the layer's experts in the target's stream
+and the target's routing: an expert is calibrated on the tokens that reach it, each counting by its
+routing weight. Hessians are made and dropped expert by expert.
+
+Called by: convert_layers.  Next: quantizers, calibrated_quantizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
-from specter_build.quantizers import round_to_nearest, squared_errors
+from specter_build.calibrated_quantizers import hessian, load, quantize_gptq, search_awq_scales
+from specter_build.quantizers import GridFormat, round_to_nearest, squared_errors
 from specter_build.recipe import DraftRecipe
-from specter_runtime.errors import CheckpointError
+from specter_runtime.config import ModelConfig
+from specter_runtime.errors import CheckpointError, RecipeError
 from specter_runtime.experts import PROJECTIONS, ExpertKey, ExpertWeights, PackedExpert
+from specter_runtime.layers import swiglu_inner
+from specter_runtime.moe import Routing
+from specter_runtime.packed import PackedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertInputs:
+    """What enters a layer's experts.
+
+    Attributes:
+        rows: float32 ``[R, D]``.
+        routing: which experts each row goes to; of the same R rows.
+        swiglu_limit: the model's.
+    """
+
+    rows: torch.Tensor
+    routing: Routing
+    swiglu_limit: float | None
+
+    def of_expert(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows ``[n, D]`` that reach an expert and their routing weights ``[n, 1]``."""
+        positions, ranks = torch.where(self.routing.selected_experts == expert)
+        weights = self.routing.routing_weights[positions, ranks]
+        return self.rows[positions], weights.unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """Stand-ins of a layer's experts and the relative squared error over all their weights."""
+    """The stand-ins of a layer.
+
+    Attributes:
+        packed: experts of 0 bits are absent.
+        relative_error: squared error over squared weights, over all that was quantized (with awq:
+            the rescaled weights).
+        fallback_experts: quantized by rtn, since too few calibration tokens reach them.
+    """
 
     packed: dict[ExpertKey, PackedExpert]
     relative_error: float
+    fallback_experts: tuple[int, ...]
+
+
+def check_method(recipe: DraftRecipe, config: ModelConfig) -> None:
+    """Refuse a method that cannot work on a model, or whose library is not there.
+
+    Raises:
+        RecipeError: saying why.
+    """
+    if recipe.method == "awq":
+        if config.swiglu_limit is not None:
+            raise RecipeError(
+                f"draft.method: awq cannot be applied to {config.model_type}: its clamped "
+                "activation is not linear in up_proj, so no scale can be folded; use gptq or rtn"
+            )
+        if config.moe_intermediate_size % recipe.group_size:
+            raise RecipeError(
+                f"draft.group_size: awq needs one that divides moe_intermediate_size, "
+                f"{config.moe_intermediate_size}; found {recipe.group_size}"
+            )
+    if recipe.is_calibrated:
+        load(recipe.method)
 
 
 def quantize_layer(
-    experts: Mapping[ExpertKey, ExpertWeights], recipe: DraftRecipe
+    experts: Mapping[ExpertKey, ExpertWeights],
+    recipe: DraftRecipe,
+    widths: Sequence[int],
+    inputs: ExpertInputs | None,
 ) -> QuantizedLayer:
-    """Quantize all experts of a layer.
+    """Quantize the experts of a layer.
+
+    Args:
+        experts: all of them.
+        recipe: how.
+        widths: bit width of each expert; 0 leaves it without a stand-in.
+        inputs: for methods that are calibrated.
 
     Raises:
-        CheckpointError: an expert holds NaN or infinity; names it.
+        CheckpointError: an expert, or what calibration makes of it, holds NaN or infinity; names
+            layer, expert and matrix.
     """
     packed: dict[ExpertKey, PackedExpert] = {}
+    fallback: list[int] = []
     error = total = 0.0
     for key, weights in experts.items():
-        parts = {}
-        for projection in PROJECTIONS:
-            weight = getattr(weights, projection)
-            try:
-                parts[projection] = round_to_nearest(
-                    weight, recipe.bits, recipe.group_size, recipe.symmetric
-                )
-            except ValueError as exc:
-                raise CheckpointError(
-                    f"layer {key.layer}, expert {key.expert}, {projection}: {exc}"
-                ) from exc
-            weight_error, weight_total = squared_errors(weight, parts[projection])
-            error, total = error + weight_error, total + weight_total
-        biases = tuple(bias for bias in weights.biases if bias is not None)
-        packed[key] = PackedExpert(**parts, biases=biases)
-    return QuantizedLayer(packed, error / total if total else 0.0)
+        bits = widths[key.expert]
+        if not bits:
+            continue
+        form = GridFormat(bits, recipe.group_size, recipe.symmetric, recipe.clip)
+        try:
+            expert = _quantize_expert(key.expert, weights, form, recipe, inputs)
+        except ValueError as exc:
+            raise CheckpointError(f"layer {key.layer}, expert {key.expert}, {exc}") from exc
+        for projection, part in expert.parts.items():
+            part_error, part_total = squared_errors(getattr(expert.weights, projection), part)
+            error, total = error + part_error, total + part_total
+        biases = tuple(bias for bias in expert.weights.biases if bias is not None)
+        packed[key] = PackedExpert(**expert.parts, biases=biases)
+        if expert.is_fallback:
+            fallback.append(key.expert)
+    return QuantizedLayer(packed, error / total if total else 0.0, tuple(fallback))
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantizedExpert:
+    """Quantized matrices by name, and the weights that they stand for."""
+
+    weights: ExpertWeights
+    parts: dict[str, PackedTensor]
+    is_fallback: bool = False
+
+
+def _quantize_expert(
+    expert: int,
+    weights: ExpertWeights,
+    form: GridFormat,
+    recipe: DraftRecipe,
+    inputs: ExpertInputs | None,
+) -> _QuantizedExpert:
+    """Quantize by the recipe's method, or by rtn where that is not possible."""
+    if not recipe.is_calibrated or inputs is None:
+        return _QuantizedExpert(weights, _rounded(weights, form))
+    rows, row_weights = inputs.of_expert(expert)
+    if len(rows) < recipe.required_tokens:
+        return _QuantizedExpert(weights, _rounded(weights, form), is_fallback=True)
+    wide = weights.to(torch.float32)
+    inner = swiglu_inner(rows, wide.gate_proj, wide.up_proj, wide.biases, inputs.swiglu_limit)
+    inner = inner * row_weights
+    if recipe.method == "awq":
+        rescaled = _rescaled(weights, inner, form)
+        return _QuantizedExpert(rescaled, _rounded(rescaled, form))
+    parts = _compensated(wide, rows * row_weights, inner, form)
+    if parts is None:
+        return _QuantizedExpert(weights, _rounded(weights, form), is_fallback=True)
+    return _QuantizedExpert(weights, parts)
+
+
+def _rounded(weights: ExpertWeights, form: GridFormat) -> dict[str, PackedTensor]:
+    """All matrices rounded to nearest."""
+    parts = {}
+    for projection in PROJECTIONS:
+        with _named(projection):
+            parts[projection] = round_to_nearest(getattr(weights, projection), form)
+    return parts
+
+
+def _compensated(
+    wide: ExpertWeights,
+    rows: torch.Tensor,  # [n, D]
+    inner: torch.Tensor,  # [n, I]
+    form: GridFormat,
+) -> dict[str, PackedTensor] | None:
+    """All matrices by gptq; None if a Hessian cannot be factorized.
+
+    gate_proj and up_proj have the same inputs, so the same Hessian: they are quantized as one
+    matrix, whose rows do not depend on each other.
+    """
+    with _named("gate_proj and up_proj"):
+        both = quantize_gptq(torch.cat([wide.gate_proj, wide.up_proj]), hessian(rows), form)
+    with _named("down_proj"):
+        down = quantize_gptq(wide.down_proj, hessian(inner), form)
+    if both is None or down is None:
+        return None
+    middle, end = len(wide.gate_proj), both.shape[0]
+    parts = both.rows(0, middle), both.rows(middle, end), down
+    return dict(zip(PROJECTIONS, parts, strict=True))
+
+
+def _rescaled(
+    weights: ExpertWeights,
+    inner: torch.Tensor,  # [n, I]
+    form: GridFormat,
+) -> ExpertWeights:
+    """The same expert with factors moved from up_proj to down_proj; matrices in float32.
+
+    A bias of up_proj keeps its dtype and is rounded to it once more.
+    """
+    with _named("up_proj and down_proj"):
+        scales = search_awq_scales(weights.up_proj, weights.down_proj, inner, form)
+    bias = weights.up_proj_bias
+    return replace(
+        weights,
+        up_proj=weights.up_proj / scales.unsqueeze(1),
+        down_proj=weights.down_proj * scales,
+        up_proj_bias=None if bias is None else (bias / scales).to(bias.dtype),
+    )
+
+
+@contextmanager
+def _named(matrix: str) -> Iterator[None]:
+    """Put the matrix's name in front of what is wrong with it."""
+    try:
+        yield
+    except ValueError as exc:
+        raise ValueError(f"{matrix}: {exc}") from exc
 
 
 def draft_tensors(

@@ -13,16 +13,26 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
-from specter_runtime.config import DType
+from specter_runtime.config import DType, ModelConfig
 from specter_runtime.errors import RecipeError
 from specter_runtime.units import parse_bytes
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+MIN_TOKENS_PER_GROUP = 2
 
 
 class _Section(BaseModel):
@@ -31,20 +41,98 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+def _whole(value: Any) -> Any:
+    """Refuse what only equals a whole number: 4.0, or true for 1."""
+    if type(value) is not int:
+        raise ValueError("must be a whole number")
+    return value
+
+
+class BitsOverride(_Section):
+    """Experts whose stand-ins have a width of their own.
+
+    Attributes:
+        layers: decoder layers, counted from 0, or ``all`` routed ones.
+        experts: experts of each of these layers, counted from 0, or ``all``.
+        bits: their width; 0: no stand-in, the draft leaves the expert out.
+    """
+
+    layers: Literal["all"] | Annotated[list[int], Field(min_length=1)]
+    experts: Literal["all"] | Annotated[list[int], Field(min_length=1)]
+    bits: Annotated[Literal[0, 2, 3, 4, 8], BeforeValidator(_whole)]
+
+
+class BitsTable(_Section):
+    """Widths by expert.
+
+    Attributes:
+        default: of every expert that no override names.
+        overrides: no two may name the same expert.
+    """
+
+    default: Annotated[Literal[0, 2, 3, 4, 8], BeforeValidator(_whole)]
+    overrides: list[BitsOverride] = Field(min_length=1)
+
+
+_TABLE, _NUMBER = "<table>", "<number>"
+"""Tags of the two forms of ``bits``; they stand in pydantic's key paths and are no keys."""
+
+Bits = Annotated[
+    Annotated[Literal[2, 3, 4, 8], BeforeValidator(_whole), Tag(_NUMBER)]
+    | Annotated[BitsTable, Tag(_TABLE)],
+    Discriminator(lambda value: _TABLE if isinstance(value, dict | BitsTable) else _NUMBER),
+]
+
+
 class DraftRecipe(_Section):
     """How the routed experts are quantized.
 
     Attributes:
-        method: ``rtn``: round to nearest.
-        bits: width of every expert's stand-in.
+        method: ``rtn``: round to nearest; ``gptq``: rounding errors are made up for by the weights
+            not yet rounded (arXiv 2210.17323); ``awq``: channels between up and down projection
+            are rescaled by what flows through them (arXiv 2306.00978). The last two need
+            llm-compressor.
+        bits: width of every expert's stand-in: one number, or a table by expert.
         group_size: weights of a row that share a scale.
         symmetric: whether zero points are left out.
+        clip: ``mse``: each group's range is shrunk to where its squared error is least.
+        min_tokens: experts that fewer calibration tokens reach are quantized by ``rtn``, and are
+            named in the report; None: ``MIN_TOKENS_PER_GROUP`` times the group size.
     """
 
-    method: Literal["rtn"] = "rtn"
-    bits: Literal[2, 3, 4, 8]
+    method: Literal["rtn", "gptq", "awq"] = "rtn"
+    bits: Bits
     group_size: int = Field(ge=8, le=1024)
     symmetric: bool = True
+    clip: Literal["none", "mse"] = "none"
+    min_tokens: int | None = Field(default=None, ge=1)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the method looks at what reaches the experts."""
+        return self.method != "rtn"
+
+    @property
+    def required_tokens(self) -> int:
+        """Calibration tokens that an expert needs; fewer mean round to nearest."""
+        return self.min_tokens or MIN_TOKENS_PER_GROUP * self.group_size
+
+    @model_validator(mode="after")
+    def _has_no_idle_option(self) -> DraftRecipe:
+        if self.min_tokens is not None and not self.is_calibrated:
+            raise ValueError("min_tokens has no effect on rtn, which needs no calibration tokens")
+        return self
+
+    def widths(self, config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+        """Bit width of each expert by routed layer (ascending); 0 = no stand-in.
+
+        Raises:
+            RecipeError: an override names what the model does not have, an expert that another one
+                names as well, or changes nothing; or no expert has a stand-in.
+        """
+        if isinstance(self.bits, int):
+            return ((self.bits,) * config.num_experts,) * len(config.moe_layers)
+        return _expand(self.bits, config)
 
 
 class CalibrationRecipe(_Section):
@@ -181,12 +269,63 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise RecipeError(f"--set {override}: value is not valid YAML: {exc}") from exc
 
 
+def _expand(table: BitsTable, config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """The width of every expert; see ``DraftRecipe.widths``."""
+    widths = {layer: [table.default] * config.num_experts for layer in config.moe_layers}
+    named: dict[tuple[int, int], int] = {}
+    for index, override in enumerate(table.overrides):
+        where = f"draft.bits.overrides.{index}"
+        if override.bits == table.default:
+            raise RecipeError(f"{where}: {override.bits} bits are the default; it has no effect")
+        routed = f"the routed layers are {_ranges(config.moe_layers)}"
+        layers = _choose(override.layers, config.moe_layers, f"{where}.layers", routed)
+        all_experts = range(config.num_experts)
+        count = f"the model has {config.num_experts} experts a layer"
+        for layer in layers:
+            for expert in _choose(override.experts, all_experts, f"{where}.experts", count):
+                if (layer, expert) in named:
+                    raise RecipeError(
+                        f"{where}: expert {expert} of layer {layer} is named by "
+                        f"draft.bits.overrides.{named[layer, expert]} already"
+                    )
+                named[layer, expert] = index
+                widths[layer][expert] = override.bits
+    if not any(width for row in widths.values() for width in row):
+        raise RecipeError("draft.bits: no expert has a stand-in; plan.num_draft_tokens: 0 is that")
+    return tuple(tuple(row) for row in widths.values())
+
+
+def _choose(
+    chosen: Literal["all"] | list[int], known: Sequence[int], where: str, hint: str
+) -> Sequence[int]:
+    if chosen == "all":
+        return known
+    unknown = [number for number in chosen if number not in known]
+    if unknown:
+        raise RecipeError(f"{where}: {', '.join(map(str, unknown))} not found; {hint}")
+    if len(set(chosen)) < len(chosen):
+        raise RecipeError(f"{where}: a number stands twice: {chosen}")
+    return chosen
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0, 2..5`` for 0, 2, 3, 4, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{low}" if low == high else f"{low}..{high}" for low, high in runs)
+
+
 def _problem(item: Mapping[str, Any]) -> str:
     """One pydantic error as a sentence with the key path."""
-    path = ".".join(str(part) for part in item["loc"])
+    location = [part for part in item["loc"] if part not in (_TABLE, _NUMBER)]
+    path = ".".join(str(part) for part in location)
     if item["type"] == "extra_forbidden":
-        known = _known_keys(item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.4)
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
         return f"{path}: unknown key; {hint}"
     if item["type"] == "missing":
@@ -198,7 +337,14 @@ def _known_keys(location: Sequence[Any]) -> list[str]:
     """Keys of the section at a key path."""
     section: type[BaseModel] = Recipe
     for part in location:
-        annotation = section.model_fields[str(part)].annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            section = annotation
+        if isinstance(part, str):  # numbers count the entries of a list
+            section = _section_in(section.model_fields[part].annotation) or section
     return list(section.model_fields)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, alone, in a list or as one of several forms."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section_in(part) for part in get_args(annotation))
+    return next((section for section in found if section is not None), None)

@@ -8,7 +8,7 @@ Called by: pipeline.  Next: fidelity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,18 @@ NUM_POSITIONS = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """What one routed layer showed: both streams' routing over N x T rows, quantization error."""
+    """What one routed layer showed.
+
+    Attributes:
+        target, draft: both streams' routing over N x T rows.
+        relative_error: of quantization.
+        fallback_experts: quantized by rtn, since too few calibration tokens reach them.
+    """
 
     target: Routing
     draft: Routing
     relative_error: float
+    fallback_experts: tuple[int, ...] = ()
 
     def recall(self) -> float:
         """Mean routing recall."""
@@ -78,6 +85,7 @@ def summarize_layer(
         "never_reached": torch.where(counts == 0)[0].tolist(),
         "lru_hit_curve": lru_hit_curve(routes, config.num_experts),
         "relative_quantization_error": profile.relative_error,
+        "fallback_experts": list(profile.fallback_experts),
     }
 
 
@@ -86,6 +94,7 @@ def make_report(
     layers: list[dict[str, Any]],
     heads: HeadComparison,
     draft: Mapping[str, Any],
+    bits: Sequence[Sequence[int]],
     sizes: Mapping[str, int],
     calibration: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -96,6 +105,7 @@ def make_report(
         layers: of ``summarize_layer``, in order.
         heads: next-token predictions of both streams.
         draft: the recipe's draft section.
+        bits: width of each stand-in by routed layer.
         sizes: bytes of the bundle's parts.
         calibration: what the figures were measured on.
     """
@@ -117,7 +127,14 @@ def make_report(
         "report_version": REPORT_VERSION,
         "model_type": config.model_type,
         "calibration": dict(calibration),
-        "draft": {**draft, "bits_per_weight": sizes["draft_bytes"] * 8 / num_weights},
+        "draft": {
+            **draft,
+            "bits_per_weight": sizes["draft_bytes"] * 8 / num_weights,
+            "num_experts_by_bits": _count_widths(bits),
+            "fallback_experts": [
+                [layer["layer"], expert] for layer in layers for expert in layer["fallback_experts"]
+            ],
+        },
         "recall": {
             "mean": mean("recall"),
             "worst": worst["recall"],
@@ -146,6 +163,12 @@ def make_report(
     }
 
 
+def _count_widths(bits: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Number of experts of each width."""
+    widths = [width for row in bits for width in row]
+    return {str(width): widths.count(width) for width in sorted(set(widths))}
+
+
 def describe(report: Mapping[str, Any], num_draft_tokens: int, timings: Mapping[str, float]) -> str:
     """The report in a few lines, for people."""
     recall, acceptance, memory = report["recall"], report["acceptance"], report["memory"]
@@ -158,9 +181,10 @@ def describe(report: Mapping[str, Any], num_draft_tokens: int, timings: Mapping[
     lengths = ", ".join(f"{k}: {expected[k]:.2f}" for k in sorted(expected, key=int))
     return "\n".join(
         [
-            f"draft        {draft['method']} {draft['bits']} bits in groups of "
-            f"{draft['group_size']}: {draft['bits_per_weight']:.2f} bits a weight, "
-            f"relative error {report['relative_quantization_error']:.4f}",
+            f"draft        {draft['method']} {'/'.join(draft['num_experts_by_bits'])} bits in "
+            f"groups of {draft['group_size']}: {draft['bits_per_weight']:.2f} bits a weight, "
+            f"relative error {report['relative_quantization_error']:.4f}"
+            f"{_describe_fallback(draft)}",
             f"recall       mean {recall['mean']:.4f}, worst {recall['worst']:.4f} (layer "
             f"{recall['worst_layer']}), weighted {recall['weighted']:.4f}, "
             f"set-exact {recall['set_exact']:.4f}",
@@ -177,3 +201,9 @@ def describe(report: Mapping[str, Any], num_draft_tokens: int, timings: Mapping[
             f"{format_bytes(timings['peak_memory_bytes'])} with interpreter and libraries",
         ]
     )
+
+
+def _describe_fallback(draft: Mapping[str, Any]) -> str:
+    """How many experts the method could not be used on, if any."""
+    count = len(draft["fallback_experts"])
+    return f"; {count} experts by rtn: calibration hardly reaches them" if count else ""

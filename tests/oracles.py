@@ -280,3 +280,45 @@ def continued(
 def sequence_probability(target: Distribution, tokens: tuple[int, ...], start: int = 0) -> float:
     """Probability that the target draws ``tokens[start:]`` after ``tokens[:start]``."""
     return math.prod(target(tokens[:i])[tokens[i]] for i in range(start, len(tokens)))
+
+
+def gptq_targets(
+    weight: Array,
+    hessian: Array,
+    codes: Array,
+    scales: Array,
+    zero_points: Array,
+    dampening: float,
+) -> tuple[Array, Array, Array]:
+    """What GPTQ rounds when it has rounded as in ``codes`` before: ``[N, M]``, in units of a code.
+
+    One weight of a row after the other, in descending order of the Hessian's diagonal. The error of
+    the weight just rounded is made up for by all that are left (set F), by equation 2 of arXiv
+    2210.17323 with the inverse taken anew for every F: delta = -(w_q - quant(w_q)) / [H_F^-1]_qq
+    times column q of H_F^-1. The mean of the diagonal times ``dampening`` is added to it first.
+
+    Args:
+        weight: ``[N, M]``.
+        hessian: ``[M, M]``.
+        codes: ``[N, M]``.
+        scales: of each weight's group, ``[N, M]``.
+        zero_points: likewise.
+        dampening: see above.
+
+    Returns:
+        The values; the sums of magnitudes of all that was added to the weights they come from; and
+        the magnitudes of these weights and their zero points.
+    """
+    damped = hessian + np.eye(len(hessian)) * dampening * np.diag(hessian).mean()
+    rest, updates = weight.copy(), np.zeros_like(weight)
+    targets = np.empty_like(weight)
+    order = np.argsort(-np.diag(hessian), kind="stable")
+    for step, column in enumerate(order):
+        left = order[step:]
+        targets[:, column] = rest[:, column] / scales[:, column] + zero_points[:, column]
+        quantized = scales[:, column] * (codes[:, column] - zero_points[:, column])
+        inverse = np.linalg.inv(damped[np.ix_(left, left)])
+        error = (rest[:, column] - quantized) / inverse[0, 0]
+        rest[:, left] -= np.outer(error, inverse[:, 0])
+        updates[:, left[1:]] += np.abs(np.outer(error, inverse[1:, 0]))
+    return targets, updates / np.abs(scales), np.abs(weight / scales) + np.abs(zero_points)

@@ -163,10 +163,21 @@ def swiglu(
         biases: of gate, up and down projection.
         limit: set for the clamped variant of gpt-oss.
     """
+    inner = swiglu_inner(hidden, gate_proj, up_proj, biases, limit)
+    return functional.linear(inner, down_proj, biases[2])
+
+
+def swiglu_inner(
+    hidden: torch.Tensor,  # [T, D]
+    gate_proj: torch.Tensor,  # [I, D]
+    up_proj: torch.Tensor,  # [I, D]
+    biases: Biases = (None, None, None),
+    limit: float | None = None,
+) -> torch.Tensor:
+    """What ``swiglu`` multiplies by down_proj: ``[T, I]``."""
     gate = functional.linear(hidden, gate_proj, biases[0])  # [T, I]
     up = functional.linear(hidden, up_proj, biases[1])
-    inner = functional.silu(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
-    return functional.linear(inner, down_proj, biases[2])
+    return functional.silu(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
 
 
 def clamped_swiglu(

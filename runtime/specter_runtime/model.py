@@ -137,12 +137,17 @@ class DecoderLayer:
         values = torch.matmul(by_head, value_up.transpose(1, 2))  # [H, T, v]
         return values.transpose(0, 1).reshape(normed.shape[0], -1)
 
+    def mlp_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What router, experts or dense MLP are given of hidden states ``[T, D]``."""
+        eps = self.config.rms_norm_eps
+        return normalize(hidden, self.tensors, "post_attention_layernorm", eps)
+
     def mlp(
         self, blocks: Sequence[torch.Tensor], provider: ExpertProvider
     ) -> tuple[list[torch.Tensor], Routing | None]:
         """Residual plus MLP for all blocks; the routing of all their rows, None if dense."""
         c, t = self.config, self.tensors
-        normed = [normalize(x, t, "post_attention_layernorm", c.rms_norm_eps) for x in blocks]
+        normed = [self.mlp_input(x) for x in blocks]
         if self.index in c.dense_layers:
             outs = [self._swiglu("dense", rows) for rows in normed]
             return [self._add(x, out) for x, out in zip(blocks, outs, strict=True)], None

@@ -15,7 +15,7 @@ Called by: bundle_loader, experts.  Next: nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +44,18 @@ class PackedTensor:
         """Bytes of codes, scales and zero points."""
         zero = 0 if self.zero_points is None else self.zero_points.nbytes
         return self.codes.nbytes + self.scales.nbytes + zero
+
+    def rows(self, start: int, stop: int) -> PackedTensor:
+        """Rows ``start .. stop - 1`` as a weight of their own; shares memory."""
+        part = slice(start, stop)
+        zero_points = None if self.zero_points is None else self.zero_points[part]
+        return replace(
+            self,
+            codes=self.codes[part],
+            scales=self.scales[part],
+            zero_points=zero_points,
+            shape=(stop - start, self.shape[1]),
+        )
 
 
 def packed_nbytes(shape: tuple[int, int], bits: int, group_size: int, symmetric: bool) -> int:
