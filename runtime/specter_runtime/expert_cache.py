@@ -172,7 +172,8 @@ class ExpertCache:
                 else:
                     self._stats.misses += 1
                     waiting.add(key)
-                    self._queue_demand(key)
+                    if load is None or load.kind == "prefetch":  # else queued by an earlier demand
+                        self._queue_demand(key)
         return ready, waiting
 
     def _count_useful(self, key: ExpertKey) -> None:
@@ -219,7 +220,9 @@ class ExpertCache:
     def _read_in_foreground(self, key: ExpertKey) -> tuple[ExpertKey, ExpertWeights]:
         """Read past a load that does not come: into memory of its own, used once, not cached."""
         buffer = aligned_buffer(self._store.slot_bytes)
-        self._store.read_into(key, buffer)
+        failure = self._read(key, buffer)
+        if failure is not None:
+            raise failure
         with self._lock:
             self._stats.overdue_loads += 1
             self._stats.loads += 1
@@ -274,16 +277,17 @@ class ExpertCache:
             SpecterError: one of them could not be read.
         """
         keys = list(keys)[: self.num_slots]
+        self.cancel_prefetches()
         for key in keys:
             self.prefetch(key, NOW)
         with self._lock:
             while any(key in self._loads for key in keys):
                 self._load_ended.wait()
-            for key in keys:
-                self._prefetched.discard(key)
-                if key in self._failures:
-                    raise self._failures.pop(key)[1]
+            self._prefetched.difference_update(keys)
             self._forget_next_uses()
+            failures = [self._failures.pop(key)[1] for key in keys if key in self._failures]
+        if failures:
+            raise failures[0]
 
     def _forget_next_uses(self) -> None:
         self._next_use.clear()
@@ -328,16 +332,19 @@ class ExpertCache:
                     return
                 load, slot = task
                 self._begin_read(load)
-            failure: SpecterError | None = None
-            try:
-                self._store.read_into(load.key, slot.buffer)
-            except SpecterError as exc:
-                failure = exc
-            except Exception as exc:  # whatever it was, the foreground must learn of it
-                failure = SpecterError(f"reading expert {tuple(load.key)} failed: {exc!r}")
+            failure = self._read(load.key, slot.buffer)
             with self._lock:
                 self._end_read(load, slot, failure)
                 self._load_ended.notify_all()
+
+    def _read(self, key: ExpertKey, buffer: memoryview) -> SpecterError | None:
+        try:
+            self._store.read_into(key, buffer)
+        except SpecterError as exc:
+            return exc
+        except Exception as exc:  # whatever it was, the foreground must learn of it
+            return SpecterError(f"reading expert {tuple(key)} failed: {exc!r}")
+        return None
 
     def _next_task(self) -> tuple[_Load, _Slot] | None:
         """The most urgent queued load for which there is a slot."""

@@ -102,12 +102,14 @@ def read_header(path: Path, error: type[SpecterError]) -> Header:
     except OSError as exc:
         raise error(f"{path}: cannot be read: {exc.strerror}") from exc
     try:
-        raw = json.loads(text.decode("utf-8"))
+        raw = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_names)
     except (ValueError, RecursionError) as exc:
         raise error(f"{path}: header is not JSON: {exc}") from exc
     if not isinstance(raw, dict):
         raise error(f"{path}: header must be a JSON object, found {type(raw).__name__}")
     metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise error(f"{path}: __metadata__ must be an object of strings")
     data_start = 8 + header_bytes
     entries = {
         name: _parse_entry(path, name, item, data_start, error) for name, item in raw.items()
@@ -116,26 +118,38 @@ def read_header(path: Path, error: type[SpecterError]) -> Header:
     return Header(entries, metadata, data_start, size)
 
 
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which no name stands twice, as the format demands."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} is given twice")
+    return result
+
+
 def _parse_entry(
     path: Path, name: str, item: Any, data_start: int, error: type[SpecterError]
 ) -> TensorEntry:
     try:
-        dtype, shape, (start, stop) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
+        dtype, shape, (start, stop) = item["dtype"], item["shape"], item["data_offsets"]
+        if not isinstance(shape, list):
+            raise TypeError("shape")
         sizes = (*shape, start, stop)
     except (TypeError, KeyError, ValueError) as exc:
         raise error(f"{path}: tensor {name!r} has a malformed header entry") from exc
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes):
+    if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in sizes):
         raise error(f"{path}: tensor {name!r} has a negative or non-integer size or offset")
-    if dtype not in TORCH_DTYPES:
+    if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
         known = ", ".join(TORCH_DTYPES)
         raise error(f"{path}: tensor {name!r} has dtype {dtype!r}; supported are {known}")
-    expected = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
+    # No more than offsets can span: a longer number could not even be printed.
+    expected = min(math.prod(shape) * TORCH_DTYPES[dtype].itemsize, 1 << 63)
     if stop - start != expected:
         raise error(
             f"{path}: tensor {name!r} of shape {list(shape)} and dtype {dtype} needs {expected} "
             f"bytes, its offsets span {stop - start}"
         )
-    return TensorEntry(dtype, shape, data_start + start, data_start + stop)
+    return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
 def _check_tiling(
@@ -182,9 +196,10 @@ def read_tensors(path: Path, header: Header) -> dict[str, torch.Tensor]:
 
 
 def _view(data: torch.Tensor, entry: TensorEntry, data_start: int) -> torch.Tensor:
-    raw = data[entry.start - data_start : entry.stop - data_start]
+    start = entry.start - data_start
+    raw = data[start : entry.stop - data_start]
     dtype = TORCH_DTYPES[entry.dtype]
-    if entry.start % dtype.itemsize:
+    if start % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype).view(entry.shape)
 

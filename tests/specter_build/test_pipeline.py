@@ -22,8 +22,9 @@ from specter_build.audit import audit
 from specter_build.checkpoint import Checkpoint
 from specter_build.open_inputs import open_inputs
 from specter_build.pipeline import BuildResult, build
-from specter_build.quantizers import round_to_nearest
+from specter_build.quantizers import GridFormat, round_to_nearest
 from specter_build.recipe import Recipe
+from specter_build.split_experts import split_layer
 from specter_build.write_bundle import work_folder
 from specter_runtime import speculative_decoder
 from specter_runtime.acceptance import Acceptance
@@ -35,7 +36,7 @@ from tests.checkpoints import make_checkpoint, recipe_dict
 
 SMALL: Mapping[str, Any] = {
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "num_experts": 4,
     "moe_intermediate_size": 24,
@@ -158,7 +159,7 @@ def test_changed_recipe_replaces_the_bundle(
     assert names_in(bundle_copy.parent) == {"bundle"}
     first, second = contents(built.destination), contents(bundle_copy)
     shards = [name for name in first if name.startswith(("experts/", "model/"))]
-    assert len(shards) == 4 + 3
+    assert len(shards) == 2 * 4 + 4
     assert all(first[name] == second[name] for name in shards)
     drafts = [name for name in first if name.startswith("draft/")]
     assert all(first[name] != second[name] for name in drafts)
@@ -297,22 +298,29 @@ def test_failing_step_publishes_nothing_and_the_next_build_ends_as_if_it_had_not
     assert_same_bundle(output, built.destination)
 
 
-def interrupt(*_args: object) -> None:
-    raise KeyboardInterrupt
+def interrupt_before_the_shards_of_layer_2(root: Path, experts: Any, names: Any) -> None:
+    if min(experts).layer == 2:
+        raise KeyboardInterrupt
+    split_layer(root, experts, names)
+
+
+def interrupt_build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that is killed in its last layer, when target and draft have drifted apart."""
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_layers, "split_layer", interrupt_before_the_shards_of_layer_2)
+        with pytest.raises(KeyboardInterrupt):
+            build(recipe, folder)
 
 
 def test_interrupted_build_goes_on_from_its_last_finished_layer_to_the_same_bytes(
     folder: Path, built: BuildResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(folder, tmp_path / "bundle")
-    with monkeypatch.context() as patch:
-        patch.setattr(convert_layers, "split_layer", interrupt)  # layer 0 has no experts
-        with pytest.raises(KeyboardInterrupt):
-            build(recipe, tmp_path)
+    interrupt_build(recipe, tmp_path, monkeypatch)
     assert not (tmp_path / "bundle").exists()
     seen: list[tuple[int, int]] = []
     result = build(recipe, tmp_path, lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 2), (2, 2)]
+    assert seen == [(2, 3), (3, 3)]
     assert_same_bundle(result.destination, built.destination)
 
 
@@ -320,14 +328,11 @@ def test_what_an_interrupted_build_of_other_inputs_left_is_not_used(
     folder: Path, built: BuildResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = make_recipe(folder, tmp_path / "bundle", calibration={"seed": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(convert_layers, "split_layer", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            build(other, tmp_path)
+    interrupt_build(other, tmp_path, monkeypatch)
     seen: list[tuple[int, int]] = []
     recipe = make_recipe(folder, tmp_path / "bundle")
     result = build(recipe, tmp_path, lambda done, total: seen.append((done, total)))
-    assert seen == [(0, 2), (1, 2), (2, 2)]
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert_same_bundle(result.destination, built.destination)
 
 
@@ -631,11 +636,14 @@ def test_each_stand_in_is_made_of_its_own_expert(folder: Path, built: BuildResul
     """The audit would not notice: a wrong draft is slow, not wrong."""
     expected = load_file(folder / "checkpoint" / "model.safetensors")
     stand_ins = load_bundle(built.destination).draft_experts()
-    assert stand_ins.keys() == {ExpertKey(1, expert) for expert in range(4)}
+    form = GridFormat(bits=4, group_size=16, symmetric=True)
+    assert stand_ins.keys() == {ExpertKey(layer, expert) for layer in (1, 2) for expert in range(4)}
     for key, stand_in in stand_ins.items():
         for projection in PROJECTIONS:
-            weight = expected[f"model.layers.1.mlp.experts.{key.expert}.{projection}.weight"]
-            restored = dequantize(round_to_nearest(weight, 4, 16, True), torch.float32)
+            weight = expected[
+                f"model.layers.{key.layer}.mlp.experts.{key.expert}.{projection}.weight"
+            ]
+            restored = dequantize(round_to_nearest(weight, form), torch.float32)
             found = dequantize(getattr(stand_in, projection), torch.float32)
             assert torch.equal(found, restored), (key, projection)
 
@@ -669,17 +677,17 @@ def test_manifest_records_the_source_and_no_local_path(folder: Path, built: Buil
 def test_routes_have_the_promised_shapes_and_types(built: BuildResult) -> None:
     with safe_open(built.destination / "routes.safetensors", framework="pt") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    tokens, routes = (NUM_SEQUENCES, NUM_TOKENS), (1, NUM_SEQUENCES, NUM_TOKENS, PER_TOKEN)
+    tokens, routes = (NUM_SEQUENCES, NUM_TOKENS), (2, NUM_SEQUENCES, NUM_TOKENS, PER_TOKEN)
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()} == {
         "token_ids": (torch.int32, tokens),
-        "layers": (torch.int32, (1,)),
+        "layers": (torch.int32, (2,)),
         "draft_agrees": (torch.bool, tokens),
         "target.selected_experts": (torch.int16, routes),
         "draft.selected_experts": (torch.int16, routes),
         "target.routing_weights": (torch.float16, routes),
         "draft.routing_weights": (torch.float16, routes),
     }
-    assert found["layers"].tolist() == [1]
+    assert found["layers"].tolist() == [1, 2]
     for stream in ("target", "draft"):
         experts = found[f"{stream}.selected_experts"]
         assert 0 <= int(experts.min()) <= int(experts.max()) < 4

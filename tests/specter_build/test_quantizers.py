@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specter_build.quantize_draft import draft_tensors, quantize_layer
-from specter_build.quantizers import round_to_nearest, squared_errors
+from specter_build.quantize_draft import QuantizedLayer, draft_tensors, quantize_layer
+from specter_build.quantizers import GridFormat, round_to_nearest, squared_errors
 from specter_build.recipe import DraftRecipe
 from specter_runtime.errors import CheckpointError
 from specter_runtime.experts import ExpertKey, ExpertWeights
@@ -33,6 +34,12 @@ STEP_ROUNDING = 2.0**-14
 ``weight / scale`` is at most 2**8 (1 + 2**-8) in magnitude and is off by 2**-24 of it; adding the
 zero point gives at most 2**9, again off by 2**-24 of it: under 2**-15 + 2**-15.
 """
+
+
+def quantize(weight: torch.Tensor, bits: int, group_size: int, symmetric: bool) -> PackedTensor:
+    """With the whole range of each group; clipped ranges have their own tests."""
+    return round_to_nearest(weight, GridFormat(bits, group_size, symmetric))
+
 
 quantization = st.tuples(st.sampled_from(BITS), st.sampled_from([8, 12, 32]), st.booleans())
 
@@ -83,7 +90,7 @@ def test_each_weight_gets_the_nearest_level_of_its_group(
     weight: torch.Tensor, how: tuple[int, int, bool]
 ) -> None:
     bits, group_size, symmetric = how
-    packed = round_to_nearest(weight, bits, group_size, symmetric)
+    packed = quantize(weight, bits, group_size, symmetric)
     groups = in_groups(weight, group_size)
     error = (in_groups(dequantize(packed, torch.float64), group_size) - groups).abs()
     distances = (levels_of(packed).unsqueeze(-2) - groups.unsqueeze(-1)).abs()
@@ -105,7 +112,7 @@ def test_symmetric_error_is_bounded_by_the_scale(
     <= |s| + middle delta.
     """
     middle = 2 ** (bits - 1)
-    packed = round_to_nearest(weight, bits, group_size, symmetric=True)
+    packed = quantize(weight, bits, group_size, True)
     groups = in_groups(weight, group_size)
     error = (in_groups(dequantize(packed, torch.float64), group_size) - groups).abs()
     scale = packed.scales.to(torch.float64).unsqueeze(-1)
@@ -135,7 +142,7 @@ def test_asymmetric_error_is_bounded_by_the_scale(
     s / 2 + top delta is cut off.
     """
     top = 2**bits - 1
-    packed = round_to_nearest(weight, bits, group_size, symmetric=False)
+    packed = quantize(weight, bits, group_size, False)
     groups = in_groups(weight, group_size)
     error = (in_groups(dequantize(packed, torch.float64), group_size) - groups).abs()
     scale = packed.scales.to(torch.float64).unsqueeze(-1)
@@ -159,7 +166,7 @@ def test_asymmetric_quantization_keeps_zero_exactly(
     weight: torch.Tensor, bits: int, group_size: int
 ) -> None:
     weight[:, ::3] = 0
-    restored = dequantize(round_to_nearest(weight, bits, group_size, False), torch.float32)
+    restored = dequantize(quantize(weight, bits, group_size, False), torch.float32)
     assert (restored[weight == 0] == 0).all()
 
 
@@ -186,7 +193,7 @@ def test_weight_on_the_grid_is_reproduced_exactly(
     if not symmetric and last < 2:  # the last group has lost its highest level
         num_columns += 1
     weight = weight[:, :num_columns]
-    packed = round_to_nearest(weight, bits, group_size, symmetric)
+    packed = quantize(weight, bits, group_size, symmetric)
     assert torch.equal(dequantize(packed, torch.float32), weight)
     assert torch.equal(packed.scales.to(torch.float32), scales.squeeze(-1))
 
@@ -196,9 +203,7 @@ def test_weight_on_the_grid_is_reproduced_exactly(
 def test_more_bits_are_never_worse_on_gaussian_weights(symmetric: bool, seed: int) -> None:
     """A bit more halves the step: the squared error of 6,144 weights falls about fourfold."""
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(seed))
-    errors = [
-        squared_errors(weight, round_to_nearest(weight, bits, 32, symmetric))[0] for bits in BITS
-    ]
+    errors = [squared_errors(weight, quantize(weight, bits, 32, symmetric))[0] for bits in BITS]
     assert errors == sorted(errors, reverse=True)
     assert len(set(errors)) == len(errors)
 
@@ -209,7 +214,7 @@ def test_weight_that_is_no_number_is_refused(bad: float, symmetric: bool) -> Non
     weight = torch.ones(2, 9)
     weight[1, 8] = bad
     with pytest.raises(ValueError, match="NaN or infinity"):
-        round_to_nearest(weight, 4, 8, symmetric)
+        quantize(weight, 4, 8, symmetric)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -218,7 +223,7 @@ def test_finite_weights_become_finite_or_are_refused(symmetric: bool) -> None:
     largest = torch.finfo(torch.float32).max
     weight = torch.tensor([[largest, -largest, 0.0, 1.0]])
     with contextlib.suppress(ValueError):
-        packed = round_to_nearest(weight, 4, 8, symmetric)
+        packed = quantize(weight, 4, 8, symmetric)
         assert torch.isfinite(dequantize(packed, torch.float32)).all()
 
 
@@ -228,7 +233,7 @@ def test_packed_weight_has_the_promised_form(
     weight: torch.Tensor, how: tuple[int, int, bool]
 ) -> None:
     bits, group_size, symmetric = how
-    packed = round_to_nearest(weight, bits, group_size, symmetric)
+    packed = quantize(weight, bits, group_size, symmetric)
     num_rows, num_columns = weight.shape
     groups = (num_rows, math.ceil(num_columns / group_size))
     assert packed.shape == (num_rows, num_columns)
@@ -254,7 +259,7 @@ def test_squared_errors_equal_those_in_double_precision(
     An error is a difference off by 2**-24 of itself, its square by 2 * 2**-24 + 2**-24 more: under
     2**-22. Squares below float32's smallest number, 2**-149, are lost.
     """
-    packed = round_to_nearest(weight, *how)
+    packed = quantize(weight, *how)
     wide = weight.to(torch.float64)
     expected_error = (dequantize(packed, torch.float64) - wide).pow(2).sum()
     expected_total = wide.pow(2).sum()
@@ -279,13 +284,17 @@ def make_experts(num_experts: int) -> dict[ExpertKey, ExpertWeights]:
     }
 
 
-def recipe(bits: int) -> DraftRecipe:
-    return DraftRecipe.model_validate({"bits": bits, "group_size": 16})
+def quantize_experts(
+    experts: Mapping[ExpertKey, ExpertWeights], bits: int, symmetric: bool = True
+) -> QuantizedLayer:
+    """All experts at one width, in groups of 16."""
+    recipe = DraftRecipe.model_validate({"bits": bits, "group_size": 16, "symmetric": symmetric})
+    return quantize_layer(experts, recipe, [bits] * len(experts), None)
 
 
 def test_error_of_a_layer_is_relative_to_all_its_weights() -> None:
     experts = make_experts(3)
-    quantized = quantize_layer(experts, recipe(3))
+    quantized = quantize_experts(experts, 3)
     error = total = 0.0
     for key, expert in experts.items():
         restored = quantized.packed[key].dequantize(torch.float64)
@@ -299,13 +308,13 @@ def test_error_of_a_layer_is_relative_to_all_its_weights() -> None:
 
 def test_layer_of_zeros_has_no_error() -> None:
     zeros = ExpertWeights(torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(8, 8))
-    quantized = quantize_layer({ExpertKey(0, 0): zeros}, recipe(4))
+    quantized = quantize_experts({ExpertKey(0, 0): zeros}, 4)
     assert quantized.relative_error == 0.0
     assert not quantized.packed[ExpertKey(0, 0)].dequantize(torch.float32).gate_proj.any()
 
 
 def test_layer_without_routed_experts_has_no_stand_ins() -> None:
-    quantized = quantize_layer({}, recipe(4))
+    quantized = quantize_experts({}, 4)
     assert (quantized.packed, quantized.relative_error) == ({}, 0.0)
 
 
@@ -313,15 +322,14 @@ def test_weight_that_is_no_number_is_refused_by_layer_expert_and_projection() ->
     experts = make_experts(2)
     experts[ExpertKey(3, 1)].up_proj[5, 5] = math.nan
     with pytest.raises(CheckpointError, match=r"layer 3, expert 1, up_proj: .*NaN"):
-        quantize_layer(experts, recipe(4))
+        quantize_experts(experts, 4)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_draft_tensors_are_named_after_the_checkpoints(symmetric: bool) -> None:
     experts = make_experts(2)
-    how = DraftRecipe.model_validate({"bits": 4, "group_size": 16, "symmetric": symmetric})
     names = {key: [f"{p}.{key.expert}" for p in ("gate", "up", "down")] for key in experts}
-    packed = quantize_layer(experts, how).packed
+    packed = quantize_experts(experts, 4, symmetric).packed
     tensors = draft_tensors(packed, names)
     parts = ("codes", "scales") if symmetric else ("codes", "scales", "zero_points")
     assert tensors.keys() == {

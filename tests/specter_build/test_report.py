@@ -89,6 +89,7 @@ def test_report_has_every_promised_field(report: Json) -> None:
             "never_reached",
             "lru_hit_curve",
             "relative_quantization_error",
+            "fallback_experts",
         }
 
 
@@ -224,6 +225,8 @@ def test_bits_per_weight_follow_from_codes_and_scales(report: Json) -> None:
     """4 bits a code and 16 bits a scale for 16 weights; rows of 64 and 48 have no ragged group."""
     assert report["draft"]["bits_per_weight"] == 4 + 16 / 16
     assert (report["draft"]["bits"], report["draft"]["group_size"]) == (4, 16)
+    assert report["draft"]["num_experts_by_bits"] == {"4": NUM_LAYERS * NUM_EXPERTS}
+    assert report["draft"]["fallback_experts"] == []
 
 
 def test_memory_is_the_plans(tiny_bundle: Path, report: Json) -> None:
@@ -266,7 +269,7 @@ def report_of(target: Routing, draft: Routing, agrees: torch.Tensor, config: Mod
     layer = summarize_layer(LayerProfile(target, draft, 0.25), NUM_SEQUENCES, config)
     heads = HeadComparison(agrees, agrees.to(torch.float32))
     sizes = {"dense_bytes": 1, "draft_bytes": 2, "shard_bytes": 3}
-    return make_report(config, [layer], heads, {"bits": 4}, sizes, {"seed": 0})
+    return make_report(config, [layer], heads, {"bits": 4}, [[4] * NUM_EXPERTS], sizes, {"seed": 0})
 
 
 def test_draft_that_is_the_target_has_recall_one_and_is_always_accepted(
