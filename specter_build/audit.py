@@ -81,11 +81,18 @@ def _decode_bundle(
 
 def _wrong_tensors(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
     """Names of tensors whose bytes in the bundle are not the checkpoint's."""
-    wrong = [
+    expected = {
         name
-        for name, tensor in bundle.dense_tensors()
-        if _digest(tensor) != _digest(checkpoint.tensor(name))
-    ]
+        for layer in (None, *range(checkpoint.config.num_hidden_layers))
+        for name in checkpoint.dense_names(layer)
+    }
+    found = set()
+    wrong = []
+    for name, tensor in bundle.dense_tensors():
+        found.add(name)
+        if name not in expected or _digest(tensor) != _digest(checkpoint.tensor(name)):
+            wrong.append(name)
+    wrong += sorted(expected - found)
     shards = bundle.manifest.experts
     store = ShardExpertStore(bundle.shard_file, shards.data_start, shards.nbytes)
     buffer = aligned_buffer(store.slot_bytes)

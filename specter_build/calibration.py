@@ -68,7 +68,7 @@ def read_texts(recipe: CalibrationRecipe, folder: Path) -> CalibrationText:
 
 def _parse_jsonl(name: str, text: str) -> list[str]:
     texts = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -79,8 +79,21 @@ def _parse_jsonl(name: str, text: str) -> list[str]:
             raise RecipeError(
                 f"calibration.files: {name}, line {number}: expected an object with a string 'text'"
             )
+        if not _is_unicode(record["text"]):
+            raise RecipeError(
+                f"calibration.files: {name}, line {number}: the text holds half a character "
+                "(a lone surrogate)"
+            )
         texts.append(record["text"])
     return texts
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def make_sequences(

@@ -123,11 +123,14 @@ class Checkpoint:
                 tensor = tensor[slice(*source.rows)]
             return tensor.contiguous().clone()
 
+    def dense_names(self, layer: int | None) -> list[str]:
+        """Names of the resident tensors of a layer, or of no layer (``None``)."""
+        names = self.family.bundle_names()
+        return [names[role].format(layer=layer) for role in dense_shapes(self.config, layer)]
+
     def dense_tensors(self, layer: int | None) -> dict[str, torch.Tensor]:
         """Read the resident tensors of a layer, or of no layer (``None``)."""
-        names = self.family.bundle_names()
-        roles = dense_shapes(self.config, layer)
-        return {name: self.tensor(name) for name in (names[r].format(layer=layer) for r in roles)}
+        return {name: self.tensor(name) for name in self.dense_names(layer)}
 
     def expert_names(self, key: ExpertKey) -> list[str]:
         """Names of an expert's tensors in shard order."""

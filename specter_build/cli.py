@@ -8,6 +8,7 @@ Called by: the shell.  Next: pipeline.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def build_command(
         ) from exc
     logging.getLogger("specter_build").setLevel(logging.INFO)
     if out is not None:
-        overrides = (*overrides, f"output={str(out.absolute())!r}")
+        overrides = (*overrides, f"output={json.dumps(str(out.absolute()))}")
     loaded = load_recipe(recipe, overrides)
     folder = recipe.absolute().parent
     if dry_run:
@@ -84,9 +85,11 @@ def _print_estimate(recipe: Recipe, folder: Path) -> None:
     """What a build would take; nothing is written."""
     from specter_build.estimate import available_memory, estimate
     from specter_build.open_inputs import check_disk, model_folder_for_estimate
+    from specter_build.write_bundle import existing_digest
 
     sizes = estimate(recipe, model_folder_for_estimate(recipe, folder))
     destination = (folder / recipe.output).resolve()
+    existing_digest(destination)
     check_disk(sizes.bundle_bytes, destination)
     config = sizes.config
     widths = sorted({width for row in recipe.draft.widths(config) for width in row})

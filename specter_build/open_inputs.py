@@ -26,7 +26,7 @@ from specter_build.quantize_draft import check_method
 from specter_build.recipe import DraftRecipe, Recipe
 from specter_runtime import __version__
 from specter_runtime.bundle_loader import file_sha256
-from specter_runtime.errors import CapacityError, RecipeError
+from specter_runtime.errors import CapacityError, CheckpointError, RecipeError
 from specter_runtime.manifest import FORMAT_VERSION, FileEntry
 from specter_runtime.tokenizer import Tokenizer
 from specter_runtime.units import format_bytes
@@ -75,8 +75,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     sizes = estimate_checkpoint(recipe, checkpoint)
     check_memory(sizes.build_bytes)
     calibration = read_texts(recipe.calibration, folder)
-    eos = json.loads((model_folder / "config.json").read_text("utf-8")).get("eos_token_id")
-    eos_token_id = eos[0] if isinstance(eos, list) else eos
+    eos_token_id = _eos_token_id(model_folder / "config.json", config.vocab_size)
     sequences = make_sequences(calibration.texts, tokenizer, recipe.calibration, eos_token_id)
     source_files = {
         path.name: FileEntry(path.stat().st_size, file_sha256(path)) for path in checkpoint.files
@@ -92,6 +91,18 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
         source_files=source_files,
         estimate=sizes,
     )
+
+
+def _eos_token_id(path: Path, vocab_size: int) -> int | None:
+    """The first end token of a ``config.json``; None if it has none."""
+    eos = json.loads(path.read_text("utf-8")).get("eos_token_id")
+    listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    are_ids = all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in listed)
+    if eos == [] or not are_ids:
+        raise CheckpointError(
+            f"{path}: eos_token_id is {eos!r}, expected ids below vocab_size {vocab_size}"
+        )
+    return listed[0] if listed else None
 
 
 def resolve_model(recipe: Recipe, folder: Path) -> Path:

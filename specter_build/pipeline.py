@@ -94,7 +94,7 @@ def build(
     destination = (folder / recipe.output).resolve()
     built_digest = existing_digest(destination)
     inputs = open_inputs(recipe, folder)
-    if built_digest == inputs.digest:
+    if built_digest == inputs.digest and (destination / TIMINGS_FILE).is_file():
         plan = Plan.from_dict(read_json(destination / PLAN_FILE), PLAN_FILE)
         report, timings = (read_json(destination / name) for name in (REPORT_FILE, TIMINGS_FILE))
         return BuildResult(destination, report, plan, timings, was_built=False)

@@ -68,25 +68,31 @@ def replay_loads(
         num_slots: slots of the cache.
         window: tokens that are verified together: an expert is demanded once in a window.
     """
-    resident: OrderedDict[ExpertKey, None] = OrderedDict.fromkeys(initial[:num_slots])
-    loads = num_windows = 0
     layers = {layer: r.flatten(0, 1)[:MAX_REPLAYED_TOKENS] for layer, r in routes.items()}
     num_tokens = len(next(iter(layers.values())))
-    for start in range(0, num_tokens - window + 1, window):
-        num_windows += 1
+    warm_up = num_tokens // 2  # by then the cache holds what the text made it hold
+    has_warm_up = window <= warm_up  # if not, all of it counts, from an empty cache
+    loads = counted_tokens = 0
+    resident: OrderedDict[ExpertKey, None] = OrderedDict()
+    if has_warm_up:
+        resident = OrderedDict.fromkeys(initial[:num_slots])
+    for start in range(0, num_tokens, window):
+        stop = min(start + window, num_tokens)
+        is_counted = start >= warm_up or not has_warm_up
+        counted_tokens += (stop - start) * is_counted
         for layer, rows in layers.items():
-            for expert in sorted(set(rows[start : start + window].flatten().tolist())):
+            for expert in sorted(set(rows[start:stop].flatten().tolist())):
                 key = ExpertKey(layer, expert)
                 if key in resident:
                     resident.move_to_end(key)
                     continue
-                loads += 1
+                loads += is_counted
                 if len(resident) >= num_slots:
                     victim = choose_victim(resident, (), {}, -1)
                     if victim is not None:
                         del resident[victim]
                 resident[key] = None
-    return loads / max(num_windows, 1)
+    return loads * window / counted_tokens if counted_tokens else 0.0
 
 
 def predict_tpot(

@@ -58,6 +58,10 @@ class Grid:
         return torch.where(wide == 0, torch.ones_like(wide), wide)
 
 
+LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
+"""A group's range is up to twice that, a grid rounded up a little more."""
+
+
 def choose_grid(
     weight: torch.Tensor,  # [N, M]
     form: GridFormat,
@@ -76,10 +80,12 @@ def choose_grid(
     The scale is rounded to bfloat16 before anything is measured with it.
 
     Raises:
-        ValueError: the weight holds NaN or infinity.
+        ValueError: the weight holds NaN, infinity, or values whose grid would overflow float32.
     """
     if not torch.isfinite(weight).all():
         raise ValueError("the weight holds NaN or infinity")
+    if weight.abs().max() > LARGEST_WEIGHT:
+        raise ValueError(f"the weight holds values beyond {LARGEST_WEIGHT:.3g}")
     groups = _grouped(weight, form.group_size)
     best = _grid_of(groups, form, 1.0)
     if form.clip == "none":

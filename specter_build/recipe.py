@@ -31,14 +31,21 @@ from specter_runtime.config import DType, ModelConfig
 from specter_runtime.errors import RecipeError
 from specter_runtime.units import parse_bytes
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+
+def _byte_size(value: object) -> int:
+    if isinstance(value, str) or type(value) is int:
+        return parse_bytes(value)
+    raise ValueError(f"{value!r} is not a size; write e.g. 4GiB, 500MB or a number of bytes")
+
+
+Bytes = Annotated[int, BeforeValidator(_byte_size), Field(gt=0)]
 MIN_TOKENS_PER_GROUP = 2
 
 
 class _Section(BaseModel):
     """Strict and frozen; no value is converted from another type."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _whole(value: Any) -> Any:
@@ -162,7 +169,7 @@ class PlanRecipe(_Section):
     """
 
     memory_budget: Bytes
-    max_context_tokens: int = Field(default=4096, ge=1)
+    max_context_tokens: int = Field(default=4096, ge=2)
     num_draft_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
     dtype: Literal["auto"] | DType = "auto"
 
@@ -225,7 +232,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raw = yaml.load(path.read_text("utf-8"), Loader=_UniqueKeyLoader)  # a SafeLoader
     except OSError as exc:
         raise RecipeError(f"{path}: cannot be read: {exc.strerror}") from exc
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+    except (yaml.YAMLError, ValueError, TypeError) as exc:
         raise RecipeError(f"{path}: not valid YAML: {exc}") from exc
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: expected a mapping of keys, found {type(raw).__name__}")
@@ -265,7 +272,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             raise RecipeError(f"--set {override}: {parent!r} is not a section")
     try:
         section[last] = yaml.safe_load(text)
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, ValueError, TypeError) as exc:
         raise RecipeError(f"--set {override}: value is not valid YAML: {exc}") from exc
 
 

@@ -8,15 +8,19 @@ Called by: pipeline.  Next: specter_runtime.manifest.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
-from specter_runtime.bundle_loader import file_sha256
+from specter_runtime.bundle_loader import file_sha256, load_bundle
 from specter_runtime.errors import BundleError, RecipeError
-from specter_runtime.manifest import MANIFEST_FILE, FileEntry, read_json
+from specter_runtime.manifest import FORMAT, MANIFEST_FILE, FileEntry, read_json
+
+logger = logging.getLogger(__name__)
 
 TIMINGS_FILE = "timings.json"
 UNHASHED_FILES = (TIMINGS_FILE,)
@@ -25,7 +29,7 @@ PROGRESS = "progress"
 
 
 def existing_digest(destination: Path) -> str | None:
-    """The build digest of the bundle that lies at ``destination``; None if nothing lies there.
+    """The build digest of the bundle at ``destination``; None if there is none, or a damaged one.
 
     Raises:
         RecipeError: something else lies there, which must not be overwritten.
@@ -36,7 +40,15 @@ def existing_digest(destination: Path) -> str | None:
         if destination.is_dir() and not any(destination.iterdir()):
             return None
         raise RecipeError(f"output: {destination} exists and is no bundle; it is left alone")
-    return str(read_json(destination / MANIFEST_FILE).get("build_digest"))
+    manifest = read_json(destination / MANIFEST_FILE)
+    if manifest.get("format") != FORMAT:
+        raise RecipeError(f"output: {destination} exists and is no bundle; it is left alone")
+    try:
+        load_bundle(destination)
+    except BundleError as exc:
+        logger.warning("building anew what is damaged: %s", exc)
+        return None
+    return str(manifest.get("build_digest"))
 
 
 @contextmanager
@@ -50,24 +62,37 @@ def work_folder(destination: Path) -> Iterator[Path]:
     """
     work = destination.with_name(f".{destination.name}.building")
     lock_path = destination.with_name(f".{destination.name}.lock")
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        lock = lock_path.open("w")
-    except OSError as exc:
-        raise RecipeError(f"output: {destination.parent}: {exc.strerror}") from exc
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            raise RecipeError(f"output: {destination} is being built by another process") from exc
+    with _lock(lock_path, destination):
         work.mkdir(exist_ok=True)
         try:
             yield work
         except BundleError:
             shutil.rmtree(work, ignore_errors=True)
             raise
+        except OSError as exc:
+            raise RecipeError(
+                f"output: {work}: {exc.strerror}; the build goes on from here when run again"
+            ) from exc
         finally:
             lock_path.unlink(missing_ok=True)
+
+
+def _lock(path: Path, destination: Path) -> TextIO:
+    """The locked lock file; closing it ends the lock."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.open("w")
+        except OSError as exc:
+            raise RecipeError(f"output: {path.parent}: {exc.strerror}") from exc
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            lock.close()
+            raise RecipeError(f"output: {destination} is being built by another process") from exc
+        if path.exists() and os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
+            return lock
+        lock.close()  # the build that held it has ended and removed it: try the next file
 
 
 def hash_files(work: Path) -> dict[str, FileEntry]:
@@ -94,9 +119,15 @@ def move_into_place(work: Path, destination: Path) -> None:
     shutil.rmtree(work / PROGRESS, ignore_errors=True)
     old = destination.with_name(f".{destination.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    if destination.exists():
+    had_old = destination.exists()
+    if had_old:
         destination.rename(old)
-    work.rename(destination)
+    try:
+        work.rename(destination)
+    except OSError:
+        if had_old:
+            old.rename(destination)
+        raise
     shutil.rmtree(old, ignore_errors=True)
     folder = os.open(destination.parent, os.O_RDONLY)
     try:

@@ -165,7 +165,11 @@ def load_bundle(root: Path, *, verify_hashes: bool = False) -> Bundle:
             the manifest is malformed or of another version, or (``verify_hashes``) contents differ.
     """
     manifest_path = root / MANIFEST_FILE
-    if not manifest_path.is_file():
+    try:
+        is_bundle = manifest_path.is_file()
+    except OSError as exc:  # e.g. a name that is too long
+        raise BundleError(f"{root}: cannot be read: {exc.strerror}") from exc
+    if not is_bundle:
         raise BundleError(
             f"{root}: no {MANIFEST_FILE}; not a bundle, or one whose build did not finish"
         )

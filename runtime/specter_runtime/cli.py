@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -39,6 +40,19 @@ class ByteSize(click.ParamType[int]):
             return parse_bytes(value)
         except ValueError as exc:
             self.fail(str(exc))
+
+
+class FiniteRange(click.FloatRange):
+    """A range that NaN and infinity are not in."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Parse and check."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number")
+        return number
 
 
 class DraftTokens(click.ParamType["int | None"]):
@@ -85,10 +99,10 @@ class DraftTokens(click.ParamType["int | None"]):
     type=click.Choice(["bfloat16", "float16", "float32"]),
     help="Precision of computation.",
 )
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, help="0 is greedy.")
+@click.option("--temperature", type=FiniteRange(0), default=0.0, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(0), default=0, help="0 is off.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="1 is off.")
-@click.option("--seed", type=int, default=0)
+@click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, help="1 is off.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0)
 @click.option("--io-threads", type=click.IntRange(1, 64), default=2, show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="Threads of computation.")
 @click.option("--prefetch/--no-prefetch", default=True, help="Move experts ahead of verification.")
@@ -230,8 +244,7 @@ def guarded(command: click.Command) -> NoReturn:
     except (click.Abort, KeyboardInterrupt):
         click.echo(err=True)
         code = EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout has gone, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit:  # click's answer when the reader of stdout has gone, e.g. `| head`
         code = 0
     sys.exit(code if isinstance(code, int) else 0)
 

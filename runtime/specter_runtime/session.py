@@ -83,7 +83,8 @@ class Session:
         )
         num_draft_tokens, dtype_name, context = _resolve(plan, config)
         dtype: torch.dtype = getattr(torch, dtype_name)
-        budget = config.memory_budget_bytes or plan.memory_budget_bytes
+        budget = config.memory_budget_bytes
+        budget = plan.memory_budget_bytes if budget is None else budget
         memory = bundle_memory(bundle, config, budget, store.slot_bytes)
         with torch.inference_mode():
             model = MoETransformer(
@@ -252,5 +253,6 @@ def _resolve(plan: Plan, config: RuntimeConfig) -> tuple[int, str, int]:
     num_draft_tokens = config.num_draft_tokens
     if num_draft_tokens is None:
         num_draft_tokens = plan.num_draft_tokens
-    context = config.max_context_tokens or plan.max_context_tokens
+    context = config.max_context_tokens
+    context = plan.max_context_tokens if context is None else context
     return num_draft_tokens, config.dtype or plan.dtype, context

@@ -54,11 +54,15 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+        """One more than the largest id, added tokens included."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens as ``tokenizer.json`` post-processes them."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as exc:
+            raise SpecterError(f"the text is not UTF-8: {exc.reason}") from exc
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

@@ -227,8 +227,8 @@ def _derive_rope(family: Architecture, raw: Mapping[str, Any], values: dict[str,
             raw, "partial_rotary_factor", float, family.default_partial_rotary_factor
         ),
         "original_max_position_embeddings": raw.get("original_max_position_embeddings"),
-        **_get(raw, "rope_scaling", dict, {}),
         **_get(raw, "rope_parameters", dict, {}),
+        **_get(raw, "rope_scaling", dict, {}),  # where both stand, transformers takes this one
     }
     theta = _get(parameters, "rope_theta", float, family.default_rope_theta)
     if theta <= 0:

@@ -133,9 +133,10 @@ def list_lru_loads(routes: Routes, initial: list[ExpertKey], num_slots: int, win
     """A cache as a list, most recently used last; each expert is demanded once in a window."""
     flat = {layer: [token for seq in rows for token in seq] for layer, rows in routes.items()}
     num_tokens = len(next(iter(flat.values())))
-    cache = initial[:num_slots]
-    loads = []
-    for start in range(0, num_tokens - window + 1, window):
+    warms_up = window <= num_tokens // 2  # in the first half
+    cache = initial[:num_slots] if warms_up else []
+    loads, counted = 0, 0
+    for start in range(0, num_tokens, window):
         loaded = 0
         for layer, tokens in flat.items():
             for expert in sorted({e for token in tokens[start : start + window] for e in token}):
@@ -147,8 +148,10 @@ def list_lru_loads(routes: Routes, initial: list[ExpertKey], num_slots: int, win
                     if len(cache) == num_slots:
                         cache.pop(0)
                 cache.append(key)
-        loads.append(loaded)
-    return sum(loads) / len(loads)
+        if not warms_up or start >= num_tokens // 2:
+            loads += loaded
+            counted += min(window, num_tokens - start)
+    return loads * window / counted if counted else 0.0
 
 
 @settings(deadline=None, max_examples=80)
