@@ -21,8 +21,10 @@ import torch
 from specter_build.calibrated_quantizers import PACKAGES
 from specter_build.calibration import CalibrationText, make_sequences, read_texts
 from specter_build.checkpoint import CARRIED_FILES, Checkpoint
+from specter_build.given_draft import BITS, GivenDraft
 from specter_build.plan_placement import CANDIDATES
 from specter_build.quantize_draft import check_method
+from specter_build.quantizers import GridFormat
 from specter_build.recipe import DraftRecipe, Recipe
 from specter_runtime import __version__
 from specter_runtime.bundle_loader import file_sha256
@@ -50,6 +52,7 @@ class Inputs:
     source_files: dict[str, FileEntry]
     dtype: str
     memory: dict[int, MemoryUse]
+    given: GivenDraft | None = None
 
     @property
     def bits(self) -> tuple[tuple[int, ...], ...]:
@@ -72,6 +75,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     checkpoint = Checkpoint(model_folder)
     config = checkpoint.config
     check_method(recipe.draft, config)
+    given = open_given(recipe.draft, folder, checkpoint)
     tokenizer = Tokenizer(model_folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise RecipeError(
@@ -91,8 +95,10 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     eos = json.loads((model_folder / "config.json").read_text("utf-8")).get("eos_token_id")
     eos_token_id = eos[0] if isinstance(eos, list) else eos
     sequences = make_sequences(calibration.texts, tokenizer, recipe.calibration, eos_token_id)
+    paths = {path.name: path for path in checkpoint.files}
+    paths |= {f"draft/{path.name}": path for path in (given.files if given else ())}
     source_files = {
-        path.name: FileEntry(path.stat().st_size, file_sha256(path)) for path in checkpoint.files
+        name: FileEntry(path.stat().st_size, file_sha256(path)) for name, path in paths.items()
     }
     dtype = checkpoint.dense_dtype if recipe.plan.dtype == "auto" else recipe.plan.dtype
     memory = divide_memory(recipe, config, checkpoint.expert_dtype, dtype)
@@ -107,7 +113,24 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
         source_files=source_files,
         dtype=dtype,
         memory=memory,
+        given=given,
     )
+
+
+def open_given(draft: DraftRecipe, folder: Path, checkpoint: Checkpoint) -> GivenDraft | None:
+    """The quantized checkpoint that the recipe takes its draft from, if it does.
+
+    Raises:
+        RecipeError: there is no such folder.
+        CheckpointError: it is not what the recipe says.
+    """
+    if draft.source is None:
+        return None
+    source = folder / draft.source
+    if not source.is_dir():
+        raise RecipeError(f"draft.from: {source} is no folder")
+    form = GridFormat(BITS, draft.group_size, draft.symmetric)
+    return GivenDraft(source.resolve(), checkpoint.config, checkpoint.expert_names, form)
 
 
 def resolve_model(recipe: Recipe, folder: Path) -> Path:
