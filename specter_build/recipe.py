@@ -96,7 +96,8 @@ class DraftRecipe(_Section):
         bits: width of every expert's stand-in: one number, or a table by expert.
         group_size: weights of a row that share a scale.
         symmetric: whether zero points are left out.
-        clip: ``mse``: each group's range is shrunk to where its squared error is least.
+        clip: ``mse``: each group's range is shrunk to where its squared error is least. Smaller
+            errors, but also smaller weights: on the demo checkpoint routing recall gets worse.
         min_tokens: experts that fewer calibration tokens reach are quantized by ``rtn``, and are
             named in the report; None: see ``required_tokens``.
         source: ``from`` in the file: folder of a compressed-tensors W4A16 checkpoint of the same
