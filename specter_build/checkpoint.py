@@ -82,11 +82,11 @@ class Checkpoint:
             CheckpointError: naming every file, tensor or field that is wrong.
         """
         config_path = folder / "config.json"
-        raw = _read_json(config_path)
+        raw = read_json_object(config_path)
         self.folder = folder
         self.family: Architecture = find_architecture(raw, str(config_path))
         self.config: ModelConfig = read_config(raw, str(config_path))
-        self._headers = _read_headers(folder)
+        self._headers = read_headers(folder)
         num_mtp_layers = int(raw.get("num_nextn_predict_layers") or 0)
         self._sources = _Resolver(
             folder, self.family, self.config, self._headers, num_mtp_layers
@@ -327,7 +327,7 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
-def _read_headers(folder: Path) -> dict[Path, Header]:
+def read_headers(folder: Path) -> dict[Path, Header]:
     """Headers of all weight files, checked against the index where there is one."""
     index_path = folder / INDEX_FILE
     if not index_path.is_file():
@@ -339,7 +339,7 @@ def _read_headers(folder: Path) -> dict[Path, Header]:
         )
         found = f"; found {name_list(others)}, pickles are never read" if others else ""
         raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}{found}")
-    weight_map = _read_json(index_path).get("weight_map")
+    weight_map = read_json_object(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index_path}: 'weight_map' must map tensor names to file names")
     names = sorted(set(weight_map.values()))
@@ -371,7 +371,8 @@ def _check_index(
         raise CheckpointError(f"{index_path}: {'; '.join(problems)}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises ``CheckpointError`` naming the file."""
     try:
         raw = json.loads(path.read_text("utf-8"))
     except OSError as exc:

@@ -94,7 +94,7 @@ def _convert_layer(
         return (target, runner.run(layer, hidden[1], ResidentExperts({})).hidden), None
     expert_inputs = ExpertInputs(rows, routing, config.swiglu_limit)
     widths = inputs.bits[config.moe_layers.index(index)]
-    quantized = quantize_layer(experts, inputs.recipe.draft, widths, expert_inputs)
+    quantized = quantize_layer(experts, inputs.recipe.draft, widths, expert_inputs, inputs.given)
     stand_ins = PackedExperts(quantized.packed, COMPUTE_DTYPE)
     draft, _, draft_routing = runner.run(layer, hidden[1], stand_ins)
     assert draft_routing is not None, "a routed layer gives a routing"

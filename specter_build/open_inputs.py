@@ -22,7 +22,9 @@ from specter_build.calibrated_quantizers import PACKAGES
 from specter_build.calibration import CalibrationText, make_sequences, read_texts
 from specter_build.checkpoint import CARRIED_FILES, Checkpoint
 from specter_build.estimate import Estimate, check_memory, estimate_checkpoint
+from specter_build.given_draft import BITS, GivenDraft
 from specter_build.quantize_draft import check_method
+from specter_build.quantizers import GridFormat
 from specter_build.recipe import DraftRecipe, Recipe
 from specter_runtime import __version__
 from specter_runtime.bundle_loader import file_sha256
@@ -44,6 +46,7 @@ class Inputs:
     sequences: torch.Tensor
     source_files: dict[str, FileEntry]
     estimate: Estimate
+    given: GivenDraft | None = None
 
     @property
     def bits(self) -> tuple[tuple[int, ...], ...]:
@@ -66,6 +69,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     checkpoint = Checkpoint(model_folder)
     config = checkpoint.config
     check_method(recipe.draft, config)
+    given = open_given(recipe.draft, folder, checkpoint)
     tokenizer = Tokenizer(model_folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise RecipeError(
@@ -77,8 +81,10 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     calibration = read_texts(recipe.calibration, folder)
     eos_token_id = _eos_token_id(model_folder / "config.json", config.vocab_size)
     sequences = make_sequences(calibration.texts, tokenizer, recipe.calibration, eos_token_id)
+    paths = {path.name: path for path in checkpoint.files}
+    paths |= {f"draft/{path.name}": path for path in (given.files if given else ())}
     source_files = {
-        path.name: FileEntry(path.stat().st_size, file_sha256(path)) for path in checkpoint.files
+        name: FileEntry(path.stat().st_size, file_sha256(path)) for name, path in paths.items()
     }
     is_local = (folder / recipe.model).is_dir()
     return Inputs(
@@ -90,6 +96,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
         sequences=sequences,
         source_files=source_files,
         estimate=sizes,
+        given=given,
     )
 
 
@@ -103,6 +110,22 @@ def _eos_token_id(path: Path, vocab_size: int) -> int | None:
             f"{path}: eos_token_id is {eos!r}, expected ids below vocab_size {vocab_size}"
         )
     return listed[0] if listed else None
+
+
+def open_given(draft: DraftRecipe, folder: Path, checkpoint: Checkpoint) -> GivenDraft | None:
+    """The quantized checkpoint that the recipe takes its draft from, if it does.
+
+    Raises:
+        RecipeError: there is no such folder.
+        CheckpointError: it is not what the recipe says.
+    """
+    if draft.source is None:
+        return None
+    source = folder / draft.source
+    if not source.is_dir():
+        raise RecipeError(f"draft.from: {source} is no folder")
+    form = GridFormat(BITS, draft.group_size, draft.symmetric)
+    return GivenDraft(source.resolve(), checkpoint.config, checkpoint.expert_names, form)
 
 
 def resolve_model(recipe: Recipe, folder: Path) -> Path:

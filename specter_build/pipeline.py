@@ -134,7 +134,10 @@ def conclude(
         "sha256": inputs.calibration.sha256,
         **recipe.calibration.model_dump(exclude={"files"}),
     }
-    report = make_report(config, layers, heads, draft.model_dump(), inputs.bits, sizes, calibration)
+    asked = recipe.settings()["draft"]
+    if draft.is_calibrated:
+        asked["min_tokens"] = draft.required_tokens(config.moe_intermediate_size)
+    report = make_report(config, layers, heads, asked, inputs.bits, sizes, calibration)
     shape = (num_sequences, -1, config.num_experts_per_tok)
     evidence = Evidence(
         routes={i: profile.target.selected_experts.view(shape) for i, profile in profiles.items()},

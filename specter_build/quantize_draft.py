@@ -4,7 +4,7 @@ Methods that look at data are given the rows that enter the layer's experts in t
 and the target's routing: an expert is calibrated on the tokens that reach it, each counting by its
 routing weight. Hessians are made and dropped expert by expert.
 
-Called by: convert_layers.  Next: quantizers, calibrated_quantizers.
+Called by: convert_layers.  Next: quantizers, calibrated_quantizers, given_draft.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specter_build.calibrated_quantizers import hessian, load, quantize_gptq, search_awq_scales
+from specter_build.given_draft import MAX_RELATIVE_ERROR, GivenDraft
 from specter_build.quantizers import GridFormat, round_to_nearest, squared_errors
 from specter_build.recipe import DraftRecipe
 from specter_runtime.config import ModelConfig
@@ -89,6 +90,7 @@ def quantize_layer(
     recipe: DraftRecipe,
     widths: Sequence[int],
     inputs: ExpertInputs | None,
+    given: GivenDraft | None = None,
 ) -> QuantizedLayer:
     """Quantize the experts of a layer.
 
@@ -97,10 +99,11 @@ def quantize_layer(
         recipe: how.
         widths: bit width of each expert; 0 leaves it without a stand-in.
         inputs: for methods that are calibrated.
+        given: where stand-ins are taken from, if they are not made.
 
     Raises:
-        CheckpointError: an expert, or what calibration makes of it, holds NaN or infinity; names
-            layer, expert and matrix.
+        CheckpointError: an expert, or what calibration makes of it, holds NaN or infinity, or a
+            given one is no quantization of it; names layer, expert and matrix.
     """
     packed: dict[ExpertKey, PackedExpert] = {}
     fallback: list[int] = []
@@ -111,7 +114,10 @@ def quantize_layer(
             continue
         form = GridFormat(bits, recipe.group_size, recipe.symmetric, recipe.clip)
         try:
-            expert = _quantize_expert(key.expert, weights, form, recipe, inputs)
+            if given is None:
+                expert = _quantize_expert(key.expert, weights, form, recipe, inputs)
+            else:
+                expert = _QuantizedExpert(weights, _taken(weights, given.parts(key)))
         except ValueError as exc:
             raise CheckpointError(f"layer {key.layer}, expert {key.expert}, {exc}") from exc
         for projection, part in expert.parts.items():
@@ -144,7 +150,7 @@ def _quantize_expert(
     if not recipe.is_calibrated or inputs is None:
         return _QuantizedExpert(weights, _rounded(weights, form))
     rows, row_weights = inputs.of_expert(expert)
-    if len(rows) < recipe.required_tokens:
+    if len(rows) < recipe.required_tokens(len(weights.gate_proj)):
         return _QuantizedExpert(weights, _rounded(weights, form), is_fallback=True)
     wide = weights.to(torch.float32)
     inner = swiglu_inner(rows, wide.gate_proj, wide.up_proj, wide.biases, inputs.swiglu_limit)
@@ -156,6 +162,19 @@ def _quantize_expert(
     if parts is None:
         return _QuantizedExpert(weights, _rounded(weights, form), is_fallback=True)
     return _QuantizedExpert(weights, parts)
+
+
+def _taken(weights: ExpertWeights, parts: dict[str, PackedTensor]) -> dict[str, PackedTensor]:
+    """Given matrices, if they are quantizations of the target's."""
+    for projection, part in parts.items():
+        error, total = squared_errors(getattr(weights, projection), part)
+        if not error <= MAX_RELATIVE_ERROR * total:
+            raise ValueError(
+                f"{projection}: the given draft's weights are far from the target's (squared error "
+                f"{error / total if total else error:.2g} of the squared weights): of another "
+                "model, or rescaled for norms that the target does not have, as awq does"
+            )
+    return parts
 
 
 def _rounded(weights: ExpertWeights, form: GridFormat) -> dict[str, PackedTensor]:

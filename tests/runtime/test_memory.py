@@ -184,7 +184,7 @@ def test_draft_bytes_are_those_of_the_real_draft(
     tiny: OpenModel, bits: Any, group_size: int, symmetric: bool
 ) -> None:
     recipe = DraftRecipe(bits=bits, group_size=group_size, symmetric=symmetric)
-    packed = quantize_layer(tiny.weights, recipe).packed
+    packed = quantize_layer(tiny.weights, recipe, [bits] * 8, None).packed
     left_out = {ExpertKey(0, 3), ExpertKey(2, 0)}
     draft = PackedExperts(
         {key: expert for key, expert in packed.items() if key not in left_out}, torch.float32

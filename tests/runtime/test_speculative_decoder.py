@@ -45,7 +45,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> OpenModel:
 def quantized(target: OpenModel) -> PackedExperts:
     """The draft's experts, at 2 bits: near enough to be right now and then."""
     recipe = DraftRecipe(bits=2, group_size=16, symmetric=True)
-    return PackedExperts(quantize_layer(target.weights, recipe).packed, target.model.dtype)
+    packed = quantize_layer(target.weights, recipe, [2] * target.config.num_experts, None).packed
+    return PackedExperts(packed, target.model.dtype)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ FULL: Mapping[str, Any] = {
         "symmetric": True,
         "clip": "mse",
         "min_tokens": 64,
+        "from": None,
     },
     "calibration": {
         "files": ["a.txt", "b.jsonl"],
@@ -68,6 +69,9 @@ ALTERNATIVES: Mapping[str, Any] = {
     "hardware.pass_overhead_seconds": 0.0,
 }
 """Another legal value for every key that shapes a bundle."""
+
+COUPLED = {"draft.from"}
+"""Keys that go with one value of another only."""
 
 LOCATIONS = {"model": "other", "revision": None, "output": "elsewhere"}
 
@@ -125,6 +129,7 @@ def test_recipe_needs_only_what_has_no_sensible_default(tmp_path: Path) -> None:
         "draft.symmetric": True,
         "draft.clip": "none",
         "draft.min_tokens": None,
+        "draft.from": None,
         "calibration.files": [],
         "plan.max_context_tokens": 4096,
         "plan.num_draft_tokens": "auto",
@@ -304,6 +309,34 @@ def test_min_tokens_is_refused_where_it_has_no_effect(tmp_path: Path) -> None:
     assert "min_tokens has no effect on rtn" in refusal(tmp_path, with_value("draft.method", "rtn"))
 
 
+GIVEN = {"method": "given", "from": "../quantized", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "rtn"}, "method: given and from: belong together"),
+        ({"from": None}, "method: given and from: belong together"),
+        ({"bits": 3}, "a given draft has bits: 4"),
+        ({"clip": "mse"}, "clip has no effect on it"),
+        ({"min_tokens": 8}, "min_tokens has no effect on given"),
+    ],
+)
+def test_option_that_has_no_effect_on_a_given_draft_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    load_recipe(write(tmp_path, with_value("draft", GIVEN)))
+    assert message in refusal(tmp_path, with_value("draft", GIVEN | changes))
+
+
+def test_digest_has_the_name_of_a_given_draft_and_not_where_it_lies() -> None:
+    digests = [
+        digest(with_value("draft", GIVEN | {"from": path}))
+        for path in ("../quantized", "/elsewhere/quantized", "../other")
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
 @pytest.mark.parametrize(
     ("text", "key", "line"),
     [("model: a\nmodel: b\n", "model", 2), ("draft:\n  bits: 4\n  bits: 8\n", "bits", 3)],
@@ -446,7 +479,7 @@ def test_digest_changes_with_everything_that_shapes_the_bundle(path: str) -> Non
 
 def test_every_key_is_covered_by_a_digest_test() -> None:
     recipe = Recipe.model_validate(FULL).model_dump()
-    assert leaf_keys(recipe) == {*LOCATIONS, *ALTERNATIVES}
+    assert leaf_keys(recipe) == {*LOCATIONS, *ALTERNATIVES, *COUPLED}
 
 
 def test_digest_does_not_depend_on_the_order_of_keys(tmp_path: Path) -> None:
