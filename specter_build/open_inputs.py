@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+import specter_build
+import specter_runtime
 from specter_build.calibrated_quantizers import PACKAGES
 from specter_build.calibration import CalibrationText, make_sequences, read_texts
 from specter_build.checkpoint import CARRIED_FILES, Checkpoint
@@ -57,7 +59,7 @@ class Inputs:
     def digest(self) -> str:
         """SHA-256 over everything that shapes the bundle."""
         sources = {name: entry.sha256 for name, entry in self.source_files.items()}
-        parts = [__version__, FORMAT_VERSION, self.recipe.digest(), self.calibration.sha256]
+        parts = [code_sha256(), FORMAT_VERSION, self.recipe.digest(), self.calibration.sha256]
         parts.append(self.model_name)
         content = json.dumps([*parts, sources, tool_versions(self.recipe.draft)], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
@@ -158,6 +160,17 @@ def _download(recipe: Recipe, folder: Path, patterns: list[str]) -> Path:
             f"model: {recipe.model!r} is no folder under {folder} and could not be downloaded from "
             f"the hub: {exc}"
         ) from exc
+
+
+def code_sha256() -> str:
+    """SHA-256 over the source of both packages: another builder may build other bytes."""
+    digest = hashlib.sha256()
+    for module in (specter_build, specter_runtime):
+        folder = Path(module.__path__[0])
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def tool_versions(draft: DraftRecipe) -> dict[str, str]:

@@ -104,7 +104,7 @@ class DraftTokens(click.ParamType["int | None"]):
 @click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, help="1 is off.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0)
 @click.option("--io-threads", type=click.IntRange(1, 64), default=2, show_default=True)
-@click.option("--threads", type=click.IntRange(1), help="Threads of computation.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Threads of computation.")
 @click.option("--prefetch/--no-prefetch", default=True, help="Move experts ahead of verification.")
 @click.option("--verify", is_flag=True, help="Compare all hashes before decoding.")
 @click.option("--stats", is_flag=True, help="Print measurements on stderr.")
@@ -137,6 +137,8 @@ def run(
     """
     if sum((prompt is not None, prompt_file is not None, chat)) != 1:
         raise click.UsageError("give exactly one of --prompt, --prompt-file and --chat")
+    if chat and (stats or as_json):
+        raise click.UsageError("--chat does not go with --stats or --json")
     from specter_runtime.config import RuntimeConfig, SamplingConfig
     from specter_runtime.session import Session
 
@@ -185,10 +187,14 @@ def _stream(
 
 def _converse(session: Session, max_new_tokens: int, sampling: SamplingConfig) -> None:
     """Read a line, answer it, until the input ends. An empty line is ignored."""
+    session.tokenizer.check_chat_template()
     messages: list[dict[str, str]] = []
     while True:
         click.echo("> ", nl=False, err=True)
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as exc:
+            raise SpecterError(f"standard input is not UTF-8 text: {exc}") from exc
         if not line:
             return
         if not line.strip():

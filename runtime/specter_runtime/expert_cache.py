@@ -273,6 +273,8 @@ class ExpertCache:
     def warm(self, keys: Iterable[ExpertKey]) -> None:
         """Load experts and wait for them: the initial resident set.
 
+        If no read ends within the load timeout, what has not come is left to demand.
+
         Raises:
             SpecterError: one of them could not be read.
         """
@@ -282,7 +284,9 @@ class ExpertCache:
             self.prefetch(key, NOW)
         with self._lock:
             while any(key in self._loads for key in keys):
-                self._load_ended.wait()
+                if not self._load_ended.wait(self._load_timeout_seconds):
+                    logger.warning("reading the initial experts takes too long; going on without")
+                    break
             self._prefetched.difference_update(keys)
             self._forget_next_uses()
             failures = [self._failures.pop(key)[1] for key in keys if key in self._failures]

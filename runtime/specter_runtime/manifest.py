@@ -168,9 +168,9 @@ def parse_record(cls: type[Record], raw: object, where: str) -> Record:
     expected = {f.name for f in dataclasses.fields(cast(Any, cls))}
     missing, unknown = sorted(expected - raw.keys()), sorted(raw.keys() - expected)
     if missing:
-        raise BundleError(f"{where}: missing {name_list(missing)}")
+        raise BundleError(f"{where}: missing {name_list(missing)}; build the bundle again")
     if unknown:
-        raise BundleError(f"{where}: unknown {name_list(unknown)}")
+        raise BundleError(f"{where}: unknown {name_list(unknown)}; build the bundle again")
     return cls(**{name: _convert(raw[name], hints[name], f"{where}: {name}") for name in expected})
 
 

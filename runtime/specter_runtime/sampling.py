@@ -24,7 +24,8 @@ def probabilities(
 
 def _row_probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
     """One row ``[V]`` at a time: sorting takes several times the memory of the logits."""
-    scaled = logits.to(torch.float64) / sampling.temperature
+    wide = logits.to(torch.float64)
+    scaled = (wide - wide.max()) / sampling.temperature  # at most 0: no temperature overflows
     if 0 < sampling.top_k < len(scaled):
         edge = scaled.topk(sampling.top_k).values[-1]
         scaled = scaled.masked_fill(scaled < edge, float("-inf"))

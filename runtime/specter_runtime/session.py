@@ -91,7 +91,9 @@ class Session:
                 model_config, dict(bundle.dense_tensors()), manifest.tensor_names, dtype
             )
             draft_experts = PackedExperts(bundle.draft_experts() if num_draft_tokens else {}, dtype)
-        cache = ExpertCache(
+        tokenizer, eos_token_ids = Tokenizer(root), bundle.eos_token_ids()
+        kv_cache = KVCache(model_config, context, dtype)
+        cache = ExpertCache(  # starts threads: nothing behind it may fail without closing it
             store,
             memory.num_slots,
             partial(view_expert, config=model_config, dtype=manifest.experts.dtype),
@@ -111,18 +113,18 @@ class Session:
             )
         return cls(
             bundle=bundle,
-            tokenizer=Tokenizer(root),
+            tokenizer=tokenizer,
             config=model_config,
             memory=memory,
             num_draft_tokens=num_draft_tokens,
             max_context_tokens=context,
             is_direct_io=isinstance(store, ShardExpertStore) and store.is_direct,
-            eos_token_ids=bundle.eos_token_ids(),
+            eos_token_ids=eos_token_ids,
             stats=DecodeStats(),
             _model=model,
             _cache=cache,
             _draft_experts=draft_experts,
-            _kv_cache=KVCache(model_config, context, dtype),
+            _kv_cache=kv_cache,
             _prefetcher=prefetcher,
         )
 

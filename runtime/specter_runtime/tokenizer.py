@@ -104,6 +104,10 @@ class Tokenizer:
             raise SpecterError(f"{self._folder}: the chat template failed: {exc}") from exc
         return self.encode(text, add_special_tokens=False)
 
+    def check_chat_template(self) -> None:
+        """Raise ``SpecterError`` if there is no chat template."""
+        self._chat_template()
+
     def _chat_template(self) -> str:
         path = self._folder / "chat_template.jinja"
         if path.is_file():
