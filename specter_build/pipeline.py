@@ -1,14 +1,14 @@
 """The build, from recipe to bundle: this file is its table of contents.
 
-    recipe ──> checkpoint, calibration          everything is checked before a byte is written
+    recipe ──> open_inputs                      everything is checked before a byte is written
                     │
-                    v   one layer at a time
+                    v   convert_layers: one layer at a time, resumable
         profile_routing (target and draft) <── quantize_draft
                     │          split_experts
                     v
          report ──> plan_placement ──> write_bundle ──> audit
 
-Called by: cli.
+Called by: cli.  Next: open_inputs, convert_layers.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A *grid* is what a group's codes are multiples of: a scale and, where it is asym
 point. Choosing the grid and choosing the codes are two questions: ``round_to_nearest`` answers the
 second in the obvious way, ``gptq`` in a better one, on the same grids.
 
-Called by: quantize_draft, gptq, awq.  Next: specter_runtime.packed.
+Called by: quantize_draft, calibrated_quantizers.  Next: specter_runtime.packed.
 """
 
 from __future__ import annotations
