@@ -96,19 +96,16 @@ def _wrong_tensors(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
     shards = bundle.manifest.experts
     store = ShardExpertStore(bundle.shard_file, shards.data_start, shards.nbytes)
     buffer = aligned_buffer(store.slot_bytes)
-    weights = view_expert(
-        torch.frombuffer(buffer, dtype=torch.uint8), checkpoint.config, shards.dtype
-    )
+    view = torch.frombuffer(buffer, dtype=torch.uint8)
+    tensors = view_expert(view, checkpoint.config, shards.numbers).tensors()
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.num_experts):
             key = ExpertKey(layer, expert)
             store.read_into(key, buffer)
             wrong += [
                 name
-                for name, tensor in zip(
-                    checkpoint.expert_names(key), weights.tensors(), strict=True
-                )
-                if _digest(tensor) != _digest(checkpoint.tensor(name))
+                for role, name in checkpoint.stored_names(key).items()
+                if _digest(tensors[role]) != _digest(checkpoint.tensor(name))
             ]
     return wrong
 

@@ -21,12 +21,31 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from specter_build.architectures import Architecture, find_architecture, read_config
+from specter_build.architectures import (
+    Architecture,
+    StoredQuantization,
+    find_architecture,
+    read_config,
+    read_quantization,
+)
 from specter_build.architectures.family import FusedLayout
-from specter_runtime.config import DType, ModelConfig
+from specter_runtime.config import DType, ExpertNumbers, ModelConfig
 from specter_runtime.errors import CheckpointError, name_list
-from specter_runtime.experts import ExpertKey, ExpertWeights, expert_shapes
+from specter_runtime.experts import (
+    PROJECTIONS,
+    Expert,
+    ExpertKey,
+    expert_shapes,
+    make_expert,
+    stored_forms,
+)
 from specter_runtime.roles import dense_shapes
+from specter_runtime.scaled import (
+    FP8_SCALE_SUFFIX,
+    MXFP4_BLOCK,
+    MXFP4_SUFFIXES,
+    fp8_scale_shape,
+)
 from specter_runtime.shards import Header, TensorEntry, read_header
 
 logger = logging.getLogger(__name__)
@@ -34,6 +53,7 @@ logger = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SUPPORTED_DTYPES: dict[str, DType] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+FP8_DTYPE = "F8_E4M3"
 CARRIED_FILES = (
     "config.json",
     "generation_config.json",
@@ -71,7 +91,8 @@ class Checkpoint:
 
     Attributes:
         config: what the model is.
-        dense_dtype, expert_dtype: dtype of resident tensors and of routed experts as stored.
+        dense_dtype: of the resident tensors as stored, those in fp8 aside.
+        expert_numbers: how the routed experts are stored.
         files: every file of the checkpoint that the bundle depends on.
     """
 
@@ -88,12 +109,12 @@ class Checkpoint:
         self.config: ModelConfig = read_config(raw, str(config_path))
         self._headers = read_headers(folder)
         num_mtp_layers = int(raw.get("num_nextn_predict_layers") or 0)
+        self._quantization = read_quantization(raw, self.family)
         self._sources = _Resolver(
-            folder, self.family, self.config, self._headers, num_mtp_layers
+            folder, self.family, self.config, self._quantization, self._headers, num_mtp_layers
         ).resolve()
         self._check_tied_head()
-        expert = self._sources[self.expert_names(ExpertKey(self.config.moe_layers[0], 0))[0]]
-        self.expert_dtype = SUPPORTED_DTYPES[expert.dtype]
+        self.expert_numbers = self._expert_numbers()
         self.dense_dtype = SUPPORTED_DTYPES[
             self._sources[self.family.bundle_names()["embed_tokens"]].dtype
         ]
@@ -124,28 +145,59 @@ class Checkpoint:
             return tensor.contiguous().clone()
 
     def dense_names(self, layer: int | None) -> list[str]:
-        """Names of the resident tensors of a layer, or of no layer (``None``)."""
+        """Names of the resident tensors of a layer, or of no layer (``None``), scales included."""
         names = self.family.bundle_names()
-        return [names[role].format(layer=layer) for role in dense_shapes(self.config, layer)]
+        matrices = [names[role].format(layer=layer) for role in dense_shapes(self.config, layer)]
+        scales = [name + FP8_SCALE_SUFFIX for name in matrices]
+        return matrices + [name for name in scales if name in self._sources]
 
     def dense_tensors(self, layer: int | None) -> dict[str, torch.Tensor]:
-        """Read the resident tensors of a layer, or of no layer (``None``)."""
+        """Read the resident tensors of a layer, or of no layer (``None``), as stored."""
         return {name: self.tensor(name) for name in self.dense_names(layer)}
 
-    def expert_names(self, key: ExpertKey) -> list[str]:
-        """Names of an expert's tensors in shard order."""
+    def matrix_names(self, key: ExpertKey) -> dict[str, str]:
+        """Role -> name of an expert's matrices and biases, as a plain checkpoint calls them."""
         names = self.family.bundle_names()
-        roles = expert_shapes(self.config)
-        return [names[role].format(layer=key.layer, expert=key.expert) for role in roles]
+        return {
+            role: names[role].format(layer=key.layer, expert=key.expert)
+            for role in expert_shapes(self.config)
+        }
 
-    def expert(self, key: ExpertKey) -> ExpertWeights:
-        """Read one expert in its stored dtype."""
-        return ExpertWeights(*(self.tensor(name) for name in self.expert_names(key)))
+    def stored_names(self, key: ExpertKey) -> dict[str, str]:
+        """Role -> name of an expert's tensors as they are stored, in shard order."""
+        plain = self.matrix_names(key)
+        code_suffix, scale_suffix = _suffixes(self._quantization)
+        names = {}
+        for role in stored_forms(self.config, self.expert_numbers):
+            if role.endswith("_scales"):
+                names[role] = plain[role.removesuffix("_scales")] + scale_suffix
+            else:
+                names[role] = plain[role] + (code_suffix if role in PROJECTIONS else "")
+        return names
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, ExpertWeights]]:
+    def expert(self, key: ExpertKey) -> Expert:
+        """Read one expert as stored."""
+        names = self.stored_names(key)
+        return make_expert({role: self.tensor(name) for role, name in names.items()}, self.config)
+
+    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
         """The checkpoint as ``ExpertProvider``: reads each expert as it is asked for."""
         for expert in expert_ids:
             yield expert, self.expert(ExpertKey(layer, expert))
+
+    def _expert_numbers(self) -> ExpertNumbers:
+        """What the first expert is stored as; the resolver has seen to it that all are."""
+        names = self.matrix_names(ExpertKey(self.config.moe_layers[0], 0))
+        code_suffix, scale_suffix = _suffixes(self._quantization)
+        code_dtype = self._sources[names["gate_proj"] + code_suffix].dtype
+        bias = names.get("gate_proj_bias")
+        bias_dtype = None if bias is None else SUPPORTED_DTYPES[self._sources[bias].dtype]
+        if code_suffix:
+            return ExpertNumbers("mxfp4", bias_dtype=bias_dtype)
+        if code_dtype == FP8_DTYPE:
+            scale = self._sources[names["gate_proj"] + scale_suffix]
+            return ExpertNumbers("float8_e4m3fn", SUPPORTED_DTYPES[scale.dtype], bias_dtype)
+        return ExpertNumbers(SUPPORTED_DTYPES[code_dtype], bias_dtype=bias_dtype)
 
     def _check_tied_head(self) -> None:
         """A tied head that is stored as well must be the embedding."""
@@ -160,6 +212,13 @@ class Checkpoint:
             del self._sources[head]
 
 
+def _suffixes(quantization: StoredQuantization | None) -> tuple[str, str]:
+    """What stands behind a matrix's name for its codes and for its scales."""
+    if quantization is not None and quantization.method == "mxfp4":
+        return MXFP4_SUFFIXES
+    return "", FP8_SCALE_SUFFIX
+
+
 class _Resolver:
     """Accounts for every tensor: what is needed against what is stored, by set difference."""
 
@@ -168,9 +227,11 @@ class _Resolver:
         folder: Path,
         family: Architecture,
         config: ModelConfig,
+        quantization: StoredQuantization | None,
         headers: Mapping[Path, Header],
         num_mtp_layers: int,
     ) -> None:
+        self._quantization = quantization
         self._num_mtp_layers = num_mtp_layers
         self._folder = folder
         self._family = family
@@ -224,13 +285,24 @@ class _Resolver:
             return
         if len(found) > 1:
             self._problems.append(f"tensors {name_list(found)} are the same one, stored twice")
-        path, entry = self._check(found[0], shape)
+        block = self._config.fp8_block_size if len(shape) == 2 else None
+        dtypes = (*SUPPORTED_DTYPES, FP8_DTYPE) if block else tuple(SUPPORTED_DTYPES)
+        path, entry = self._check(found[0], shape, dtypes)
         sources[spellings[0]] = _Source(path, found[0], entry.dtype)
+        if block is not None and entry.dtype == FP8_DTYPE:
+            scale = found[0] + FP8_SCALE_SUFFIX
+            if scale not in self._stored:
+                self._missing.append(scale)
+                return
+            path, entry = self._check(scale, fp8_scale_shape((shape[0], shape[1]), block))
+            sources[spellings[0] + FP8_SCALE_SUFFIX] = _Source(path, scale, entry.dtype)
 
     def _fused_layout(self, layer: int) -> FusedLayout | None:
         """The layout with 3-D tensors that this layer is stored in, if it is."""
-        for fused in self._family.fused:
-            if fused.gate_up.format(layer=layer) in self._stored:
+        is_mxfp4 = self._quantization is not None and self._quantization.method == "mxfp4"
+        layouts = [fused for fused in self._family.fused if fused.mxfp4 == is_mxfp4]
+        for fused in layouts:
+            if is_mxfp4 or fused.gate_up.format(layer=layer) in self._stored:
                 return fused
         return None
 
@@ -243,13 +315,30 @@ class _Resolver:
             (fused.down, (c.hidden_size, wide), {"down_proj": None}),
         ]
         for template, shape, roles in parts:
-            name, swapped = template.format(layer=layer), fused.transposed
-            self._slice_fused(
-                name, shape[::-1] if swapped else shape, roles, layer, sources, swapped
-            )
+            name = template.format(layer=layer)
+            if fused.mxfp4:
+                self._slice_mxfp4(name, shape, roles, layer, sources)
+            else:
+                stored = shape[::-1] if fused.transposed else shape
+                self._slice_fused(name, stored, roles, layer, sources, transposed=fused.transposed)
             if c.expert_bias:
                 biases = {f"{role}_bias": rows for role, rows in roles.items()}
-                self._slice_fused(f"{name}_bias", shape[:1], biases, layer, sources, False)
+                self._slice_fused(f"{name}_bias", shape[:1], biases, layer, sources)
+
+    def _slice_mxfp4(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        roles: Mapping[str, _Rows | None],
+        layer: int,
+        sources: dict[str, _Source],
+    ) -> None:
+        """Find the codes and the exponents of a fused matrix."""
+        if shape[1] % MXFP4_BLOCK:
+            self._problems.append(f"{name}: rows of {shape[1]} are no multiple of {MXFP4_BLOCK}")
+        blocks = (shape[0], shape[1] // MXFP4_BLOCK)
+        for suffix, form in zip(MXFP4_SUFFIXES, ((*blocks, MXFP4_BLOCK // 2), blocks), strict=True):
+            self._slice_fused(name + suffix, form, roles, layer, sources, suffix, dtypes=("U8",))
 
     def _slice_fused(
         self,
@@ -258,20 +347,28 @@ class _Resolver:
         roles: Mapping[str, _Rows | None],
         layer: int,
         sources: dict[str, _Source],
-        transposed: bool,
+        suffix: str = "",
+        *,
+        dtypes: tuple[str, ...] = tuple(SUPPORTED_DTYPES),
+        transposed: bool = False,
     ) -> None:
         """Find one fused tensor ``[E, *shape]`` and enter its slices for all experts."""
         if stored_name not in self._stored:
             self._missing.append(stored_name)
             return
-        path, entry = self._check(stored_name, (self._config.num_experts, *shape))
+        path, entry = self._check(stored_name, (self._config.num_experts, *shape), dtypes)
         names = self._family.bundle_names()
         for role, rows in roles.items():
             for expert in range(self._config.num_experts):
-                name = names[role].format(layer=layer, expert=expert)
+                name = names[role].format(layer=layer, expert=expert) + suffix
                 sources[name] = _Source(path, stored_name, entry.dtype, expert, rows, transposed)
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> tuple[Path, TensorEntry]:
+    def _check(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtypes: tuple[str, ...] = tuple(SUPPORTED_DTYPES),
+    ) -> tuple[Path, TensorEntry]:
         path, entry = self._stored[name]
         self._used.add(name)
         if entry.shape != shape:
@@ -279,10 +376,10 @@ class _Resolver:
                 f"{path.name}: tensor {name!r} has shape {list(entry.shape)}, "
                 f"expected {list(shape)} from config.json"
             )
-        if entry.dtype not in SUPPORTED_DTYPES:
+        if entry.dtype not in dtypes:
             self._problems.append(
                 f"{path.name}: tensor {name!r} has dtype {entry.dtype}, "
-                f"supported are {', '.join(SUPPORTED_DTYPES)}"
+                f"supported are {', '.join(dtypes)}"
             )
         return path, entry
 
@@ -316,10 +413,17 @@ class _Resolver:
 
     def _check_one_dtype(self) -> None:
         """Experts of one checkpoint share a dtype: slots and shards have one size."""
-        stored = self._stored.items()
-        dtypes = {entry.dtype for name, (_, entry) in stored if ".experts." in name}
-        if len(dtypes) > 1:
-            self._problems.append(f"routed experts have several dtypes: {sorted(dtypes)}")
+        dtypes: dict[str, set[str]] = {}
+        for name in self._used:
+            if ".experts." in name:
+                is_scale = name.endswith((FP8_SCALE_SUFFIX, MXFP4_SUFFIXES[1]))
+                kind = "scales" if is_scale else "biases" if name.endswith("bias") else "matrices"
+                dtypes.setdefault(kind, set()).add(self._stored[name][1].dtype)
+        for kind, found in sorted(dtypes.items()):
+            if len(found) > 1:
+                self._problems.append(
+                    f"{kind} of routed experts have several dtypes: {', '.join(sorted(found))}"
+                )
 
 
 def has_weights(folder: Path) -> bool:

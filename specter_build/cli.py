@@ -95,7 +95,8 @@ def _print_estimate(recipe: Recipe, folder: Path) -> None:
     widths = sorted({width for row in recipe.draft.widths(config) for width in row})
     lines = [
         f"model        {config.model_type}: {config.num_hidden_layers} layers, "
-        f"{config.num_experts} experts, top-{config.num_experts_per_tok}, {sizes.expert_dtype}"
+        f"{config.num_experts} experts, top-{config.num_experts_per_tok}, "
+        f"{sizes.expert_numbers.dtype}"
         + ("" if sizes.has_weights else " (no weights here: sizes from config.json alone)"),
         f"draft        {recipe.draft.method}, {'/'.join(map(str, widths))} bits in groups of "
         f"{recipe.draft.group_size}",

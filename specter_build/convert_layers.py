@@ -98,9 +98,9 @@ def _convert_layer(
     stand_ins = PackedExperts(quantized.packed, COMPUTE_DTYPE)
     draft, _, draft_routing = runner.run(layer, hidden[1], stand_ins)
     assert draft_routing is not None, "a routed layer gives a routing"
-    names = {key: checkpoint.expert_names(key) for key in keys}
-    split_layer(work, experts, names)
+    split_layer(work, experts, {key: checkpoint.stored_names(key) for key in keys})
     if quantized.packed:
+        names = {key: checkpoint.matrix_names(key) for key in keys}
         write_tensors(work / draft_path(index), draft_tensors(quantized.packed, names), {})
     profile = LayerProfile(
         routing, draft_routing, quantized.relative_error, quantized.fallback_experts

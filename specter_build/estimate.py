@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specter_build.architectures import read_config
+from specter_build.architectures import find_architecture, read_config, read_quantization
 from specter_build.checkpoint import SUPPORTED_DTYPES, Checkpoint, has_weights
 from specter_build.recipe import Recipe
-from specter_runtime.config import DTYPE_BYTES, DType, ModelConfig
+from specter_runtime.config import DTYPE_BYTES, DType, ExpertNumbers, ModelConfig
 from specter_runtime.errors import CapacityError, RecipeError
 from specter_runtime.experts import expert_nbytes
 from specter_runtime.memory import MemoryUse, dense_nbytes, divide_budget, draft_nbytes
@@ -37,7 +37,8 @@ class Estimate:
 
     Attributes:
         config: the model.
-        dense_dtype, expert_dtype: as stored.
+        dense_dtype: of the resident tensors as stored, those in fp8 aside.
+        expert_numbers: how routed experts are stored.
         dtype: of computation.
         memory: number of draft tokens -> division of the runtime's budget.
         bundle_bytes: of the bundle on disk, without JSON.
@@ -47,7 +48,7 @@ class Estimate:
 
     config: ModelConfig
     dense_dtype: DType
-    expert_dtype: DType
+    expert_numbers: ExpertNumbers
     dtype: DType
     memory: dict[int, MemoryUse]
     bundle_bytes: int
@@ -72,20 +73,28 @@ def estimate(recipe: Recipe, model_folder: Path) -> Estimate:
     stored = next((dtype for dtype in SUPPORTED_DTYPES.values() if dtype == named), None)
     if stored is None:
         raise RecipeError(f"model: {path}: dtype {named!r} is not supported")
-    return _estimate(recipe, read_config(raw, str(path)), stored, stored, has_headers=False)
+    config = read_config(raw, str(path))
+    quantization = read_quantization(raw, find_architecture(raw, str(path)))
+    bias_dtype = stored if config.expert_bias else None
+    numbers = ExpertNumbers(stored, bias_dtype=bias_dtype)
+    if quantization is not None and quantization.method == "mxfp4":
+        numbers = ExpertNumbers("mxfp4", bias_dtype=bias_dtype)
+    elif quantization is not None:
+        numbers = ExpertNumbers("float8_e4m3fn", "float32", bias_dtype)
+    return _estimate(recipe, config, stored, numbers, has_headers=False)
 
 
 def estimate_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Estimate:
     """Work out the sizes of an opened checkpoint."""
-    dtypes = (checkpoint.dense_dtype, checkpoint.expert_dtype)
-    return _estimate(recipe, checkpoint.config, *dtypes, has_headers=True)
+    dtype, numbers = checkpoint.dense_dtype, checkpoint.expert_numbers
+    return _estimate(recipe, checkpoint.config, dtype, numbers, has_headers=True)
 
 
 def _estimate(
     recipe: Recipe,
     config: ModelConfig,
     dense_dtype: DType,
-    expert_dtype: DType,
+    expert_numbers: ExpertNumbers,
     *,
     has_headers: bool,
 ) -> Estimate:
@@ -94,11 +103,11 @@ def _estimate(
     return Estimate(
         config=config,
         dense_dtype=dense_dtype,
-        expert_dtype=expert_dtype,
+        expert_numbers=expert_numbers,
         dtype=dtype,
-        memory=divide_memory(recipe, config, expert_dtype, dtype),
-        bundle_bytes=bundle_nbytes(recipe, config, dense_dtype, expert_dtype),
-        build_bytes=build_nbytes(recipe, config, dense_dtype, expert_dtype),
+        memory=divide_memory(recipe, config, expert_numbers, dtype),
+        bundle_bytes=bundle_nbytes(recipe, config, dense_dtype, expert_numbers),
+        build_bytes=build_nbytes(recipe, config, dense_dtype, expert_numbers),
         has_weights=has_headers,
     )
 
@@ -117,7 +126,7 @@ def check_lengths(recipe: Recipe, config: ModelConfig) -> None:
 
 
 def divide_memory(
-    recipe: Recipe, config: ModelConfig, expert_dtype: str, dtype: str
+    recipe: Recipe, config: ModelConfig, numbers: ExpertNumbers, dtype: str
 ) -> dict[int, MemoryUse]:
     """Number of draft tokens -> division of the budget, for every candidate that fits.
 
@@ -137,11 +146,11 @@ def divide_memory(
                 group_size=recipe.draft.group_size,
                 symmetric=recipe.draft.symmetric,
                 dtype=dtype,
-                expert_dtype=expert_dtype,
+                numbers=numbers,
                 max_context_tokens=recipe.plan.max_context_tokens,
                 prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
                 num_draft_tokens=candidate,
-                slot_bytes=align_up(expert_nbytes(config, expert_dtype)),
+                slot_bytes=align_up(expert_nbytes(config, numbers)),
             )
         except CapacityError as exc:
             refusal = refusal or exc
@@ -150,20 +159,24 @@ def divide_memory(
     return divisions
 
 
-def bundle_nbytes(recipe: Recipe, config: ModelConfig, dense_dtype: str, expert_dtype: str) -> int:
-    """Bytes that the bundle will take, without JSON."""
+def bundle_nbytes(
+    recipe: Recipe, config: ModelConfig, dense_dtype: str, numbers: ExpertNumbers
+) -> int:
+    """Bytes that the bundle will take, without JSON; more where dense tensors are in fp8."""
     num_experts = len(config.moe_layers) * config.num_experts
-    shards = num_experts * (expert_nbytes(config, expert_dtype) + ALIGNMENT)
-    return shards + _draft_bytes(recipe, config, expert_dtype) + dense_nbytes(config, dense_dtype)
+    shards = num_experts * (expert_nbytes(config, numbers) + ALIGNMENT)
+    return shards + _draft_bytes(recipe, config, numbers) + dense_nbytes(config, dense_dtype)
 
 
-def _draft_bytes(recipe: Recipe, config: ModelConfig, expert_dtype: str) -> int:
+def _draft_bytes(recipe: Recipe, config: ModelConfig, numbers: ExpertNumbers) -> int:
     draft = recipe.draft
     bits = recipe.draft.widths(config)
-    return draft_nbytes(config, bits, draft.group_size, draft.symmetric, expert_dtype)
+    return draft_nbytes(config, bits, draft.group_size, draft.symmetric, numbers)
 
 
-def build_nbytes(recipe: Recipe, config: ModelConfig, dense_dtype: str, expert_dtype: str) -> int:
+def build_nbytes(
+    recipe: Recipe, config: ModelConfig, dense_dtype: str, numbers: ExpertNumbers
+) -> int:
     """Bytes resident during the build, at most, whatever the number of layers.
 
     One layer's experts as stored and quantized, its dense tensors as stored and in float32, the
@@ -172,8 +185,8 @@ def build_nbytes(recipe: Recipe, config: ModelConfig, dense_dtype: str, expert_d
     experts' sum and its residual, in float32, with routing over all experts.
     """
     c = config
-    layer_experts = c.num_experts * expert_nbytes(c, expert_dtype)
-    layer_draft = _draft_bytes(recipe, c, expert_dtype) // len(c.moe_layers)
+    layer_experts = c.num_experts * expert_nbytes(c, numbers)
+    layer_draft = _draft_bytes(recipe, c, numbers) // len(c.moe_layers)
     dense = _dense_weights(c, None) + max(_dense_weights(c, i) for i in range(c.num_hidden_layers))
     tokens = recipe.calibration.num_sequences * recipe.calibration.sequence_length
     return (

@@ -15,6 +15,7 @@ Called by: open_inputs, quantize_draft.  Next: checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class GivenDraft:
         self,
         folder: Path,
         config: ModelConfig,
-        expert_names: Callable[[ExpertKey], list[str]],
+        matrix_names: Callable[[ExpertKey], Mapping[str, str]],
         form: GridFormat,
     ) -> None:
         """Open and check everything but values.
@@ -55,18 +56,19 @@ class GivenDraft:
         Args:
             folder: the checkpoint.
             config: of the target.
-            expert_names: names of an expert's tensors in the target.
+            matrix_names: role -> name of an expert's matrices in the target.
             form: what the recipe says of it.
 
         Raises:
             CheckpointError: naming the folder and what is wrong.
         """
         self._folder, self._form = folder, form
-        self._expert_names = expert_names
+        self._matrix_names = matrix_names
         self._shapes = matrix_shapes(config)
         raw = read_json_object(folder / "config.json")
         _check_scheme(raw.pop("quantization_config", None), form, folder)
-        if read_config(raw, str(folder / "config.json")) != config:
+        same = replace(config, fp8_block_size=None)  # how numbers are stored may differ
+        if read_config(raw, str(folder / "config.json")) != same:
             raise CheckpointError(
                 f"{folder}: config.json describes another model than the target's"
             )
@@ -88,10 +90,10 @@ class GivenDraft:
         Raises:
             ValueError: naming a matrix whose stored shape is another, or whose scales do not fit.
         """
-        names = self._expert_names(key)
+        names = self._matrix_names(key)
         return {
-            projection: self._part(name.removesuffix(SUFFIX), projection)
-            for projection, name in zip(PROJECTIONS, names, strict=False)
+            projection: self._part(names[projection].removesuffix(SUFFIX), projection)
+            for projection in PROJECTIONS
         }
 
     def _part(self, stem: str, projection: str) -> PackedTensor:
@@ -120,9 +122,9 @@ class GivenDraft:
     def _problems(self, key: ExpertKey) -> list[str]:
         """What is missing or has another shape than it must have, from headers alone."""
         problems = []
-        names = self._expert_names(key)
-        for projection, name in zip(PROJECTIONS, names, strict=False):
-            stem = name.removesuffix(SUFFIX)
+        names = self._matrix_names(key)
+        for projection in PROJECTIONS:
+            stem = names[projection].removesuffix(SUFFIX)
             for suffix, shape in self._stored_shapes(projection).items():
                 entry = self._entries.get(f"{stem}.{suffix}")
                 if entry is None:

@@ -127,7 +127,7 @@ def open_given(draft: DraftRecipe, folder: Path, checkpoint: Checkpoint) -> Give
     if not source.is_dir():
         raise RecipeError(f"draft.from: {source} is no folder")
     form = GridFormat(BITS, draft.group_size, draft.symmetric)
-    return GivenDraft(source.resolve(), checkpoint.config, checkpoint.expert_names, form)
+    return GivenDraft(source.resolve(), checkpoint.config, checkpoint.matrix_names, form)
 
 
 def resolve_model(recipe: Recipe, folder: Path) -> Path:

@@ -125,9 +125,9 @@ def conclude(
     sizes = {
         "dense_bytes": dense_nbytes(config, checkpoint.dense_dtype),
         "draft_bytes": draft_nbytes(
-            config, inputs.bits, draft.group_size, draft.symmetric, checkpoint.expert_dtype
+            config, inputs.bits, draft.group_size, draft.symmetric, checkpoint.expert_numbers
         ),
-        "shard_bytes": num_experts * expert_nbytes(config, checkpoint.expert_dtype),
+        "shard_bytes": num_experts * expert_nbytes(config, checkpoint.expert_numbers),
     }
     calibration = {
         "sources": inputs.calibration.sources,
@@ -198,10 +198,10 @@ def make_manifest(inputs: Inputs, work: Path) -> Manifest:
             bits=inputs.bits,
         ),
         experts=ExpertFormat(
-            dtype=checkpoint.expert_dtype,
+            numbers=checkpoint.expert_numbers,
             encoding="raw",
             data_start=ALIGNMENT,
-            nbytes=expert_nbytes(checkpoint.config, checkpoint.expert_dtype),
+            nbytes=expert_nbytes(checkpoint.config, checkpoint.expert_numbers),
         ),
         files=hash_files(work),
         unhashed_files=UNHASHED_FILES,

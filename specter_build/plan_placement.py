@@ -17,9 +17,9 @@ import torch
 
 from specter_build.fidelity import expected_acceptance_length
 from specter_build.recipe import HardwareRecipe
-from specter_runtime.config import DType, ModelConfig
+from specter_runtime.config import DTYPE_BYTES, DType, ModelConfig
 from specter_runtime.eviction import choose_victim
-from specter_runtime.experts import ExpertKey, expert_nbytes
+from specter_runtime.experts import ExpertKey
 from specter_runtime.manifest import FORMAT_VERSION, Plan
 from specter_runtime.memory import MemoryUse, dense_nbytes
 
@@ -112,7 +112,7 @@ def predict_tpot(
     """
     k, hw = num_draft_tokens, hardware
     active = len(config.moe_layers) * config.num_experts_per_tok
-    row = dense_nbytes(config, dtype) + active * expert_nbytes(config, dtype)
+    row = dense_nbytes(config, dtype) + active * config.expert_num_weights * DTYPE_BYTES[dtype]
     row_seconds = row / hw.memory_bytes_per_second + hw.pass_overhead_seconds
     draft_seconds = k * row_seconds  # stand-ins are dequantized: no faster than the target's rows
     loads = replay_loads(evidence.routes, initial, memory.num_slots, k + 1)

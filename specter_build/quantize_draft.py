@@ -21,7 +21,7 @@ from specter_build.quantizers import GridFormat, round_to_nearest, squared_error
 from specter_build.recipe import DraftRecipe
 from specter_runtime.config import ModelConfig
 from specter_runtime.errors import CheckpointError, RecipeError
-from specter_runtime.experts import PROJECTIONS, ExpertKey, ExpertWeights, PackedExpert
+from specter_runtime.experts import PROJECTIONS, Expert, ExpertKey, ExpertWeights, PackedExpert
 from specter_runtime.layers import swiglu_inner
 from specter_runtime.moe import Routing
 from specter_runtime.packed import PackedTensor
@@ -86,7 +86,7 @@ def check_method(recipe: DraftRecipe, config: ModelConfig) -> None:
 
 
 def quantize_layer(
-    experts: Mapping[ExpertKey, ExpertWeights],
+    experts: Mapping[ExpertKey, Expert],
     recipe: DraftRecipe,
     widths: Sequence[int],
     inputs: ExpertInputs | None,
@@ -108,10 +108,11 @@ def quantize_layer(
     packed: dict[ExpertKey, PackedExpert] = {}
     fallback: list[int] = []
     error = total = 0.0
-    for key, weights in experts.items():
+    for key, stored in experts.items():
         bits = widths[key.expert]
         if not bits:
             continue
+        weights = stored.to(torch.float32)
         form = GridFormat(bits, recipe.group_size, recipe.symmetric, recipe.clip)
         try:
             if given is None:
@@ -123,7 +124,10 @@ def quantize_layer(
         for projection, part in expert.parts.items():
             part_error, part_total = squared_errors(getattr(expert.weights, projection), part)
             error, total = error + part_error, total + part_total
-        biases = tuple(bias for bias in expert.weights.biases if bias is not None)
+        pairs = zip(expert.weights.biases, stored.biases, strict=True)
+        biases = tuple(
+            bias.to(asis.dtype) for bias, asis in pairs if bias is not None and asis is not None
+        )
         packed[key] = PackedExpert(**expert.parts, biases=biases)
         if expert.is_fallback:
             fallback.append(key.expert)
@@ -152,13 +156,13 @@ def _quantize_expert(
     rows, row_weights = inputs.of_expert(expert)
     if len(rows) < recipe.required_tokens(len(weights.gate_proj)):
         return _QuantizedExpert(weights, _rounded(weights, form), is_fallback=True)
-    wide = weights.to(torch.float32)
-    inner = swiglu_inner(rows, wide.gate_proj, wide.up_proj, wide.biases, inputs.swiglu_limit)
+    matrices = (weights.gate_proj, weights.up_proj)
+    inner = swiglu_inner(rows, *matrices, weights.biases, inputs.swiglu_limit)
     inner = inner * row_weights
     if recipe.method == "awq":
         rescaled = _rescaled(weights, inner, form)
         return _QuantizedExpert(rescaled, _rounded(rescaled, form))
-    parts = _compensated(wide, rows * row_weights, inner, form)
+    parts = _compensated(weights, rows * row_weights, inner, form)
     if parts is None:
         return _QuantizedExpert(weights, _rounded(weights, form), is_fallback=True)
     return _QuantizedExpert(weights, parts)
@@ -187,7 +191,7 @@ def _rounded(weights: ExpertWeights, form: GridFormat) -> dict[str, PackedTensor
 
 
 def _compensated(
-    wide: ExpertWeights,
+    weights: ExpertWeights,
     rows: torch.Tensor,  # [n, D]
     inner: torch.Tensor,  # [n, I]
     form: GridFormat,
@@ -198,12 +202,12 @@ def _compensated(
     matrix, whose rows do not depend on each other.
     """
     with _named("gate_proj and up_proj"):
-        both = quantize_gptq(torch.cat([wide.gate_proj, wide.up_proj]), hessian(rows), form)
+        both = quantize_gptq(torch.cat([weights.gate_proj, weights.up_proj]), hessian(rows), form)
     with _named("down_proj"):
-        down = quantize_gptq(wide.down_proj, hessian(inner), form)
+        down = quantize_gptq(weights.down_proj, hessian(inner), form)
     if both is None or down is None:
         return None
-    middle, end = len(wide.gate_proj), both.shape[0]
+    middle, end = len(weights.gate_proj), both.shape[0]
     parts = both.rows(0, middle), both.rows(middle, end), down
     return dict(zip(PROJECTIONS, parts, strict=True))
 
@@ -213,10 +217,7 @@ def _rescaled(
     inner: torch.Tensor,  # [n, I]
     form: GridFormat,
 ) -> ExpertWeights:
-    """The same expert with factors moved from up_proj to down_proj; matrices in float32.
-
-    A bias of up_proj keeps its dtype and is rounded to it once more.
-    """
+    """The same expert with factors moved from up_proj to down_proj."""
     with _named("up_proj and down_proj"):
         scales = search_awq_scales(weights.up_proj, weights.down_proj, inner, form)
     bias = weights.up_proj_bias
@@ -224,7 +225,7 @@ def _rescaled(
         weights,
         up_proj=weights.up_proj / scales.unsqueeze(1),
         down_proj=weights.down_proj * scales,
-        up_proj_bias=None if bias is None else (bias / scales).to(bias.dtype),
+        up_proj_bias=None if bias is None else bias / scales,
     )
 
 
@@ -238,17 +239,17 @@ def _named(matrix: str) -> Iterator[None]:
 
 
 def draft_tensors(
-    packed: Mapping[ExpertKey, PackedExpert], names: Mapping[ExpertKey, Sequence[str]]
+    packed: Mapping[ExpertKey, PackedExpert], names: Mapping[ExpertKey, Mapping[str, str]]
 ) -> dict[str, torch.Tensor]:
     """The tensors of a layer's draft file: ``NAME.codes``, ``.scales`` and ``.zero_points``."""
     tensors: dict[str, torch.Tensor] = {}
     for key, expert in packed.items():
-        matrix_names, bias_names = names[key][:3], names[key][3:]
-        for name, projection in zip(matrix_names, PROJECTIONS, strict=True):
-            part = getattr(expert, projection)
+        for projection in PROJECTIONS:
+            name, part = names[key][projection], getattr(expert, projection)
             tensors[f"{name}.codes"] = part.codes
             tensors[f"{name}.scales"] = part.scales
             if part.zero_points is not None:
                 tensors[f"{name}.zero_points"] = part.zero_points
-        tensors |= dict(zip(bias_names, expert.biases, strict=True))
+        for projection, bias in zip(PROJECTIONS, expert.biases, strict=False):
+            tensors[names[key][f"{projection}_bias"]] = bias
     return tensors

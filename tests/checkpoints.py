@@ -114,6 +114,57 @@ def fuse_experts(folder: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def store_fp8(
+    folder: Path, block_size: tuple[int, int], scale_dtype: torch.dtype = torch.float32
+) -> None:
+    """Rewrite a single-file checkpoint in fp8 with block scales, as DeepSeek's and Qwen's are.
+
+    Every projection of attention, experts and dense MLPs is; embeddings, norms, routers and the
+    head are not.
+    """
+    path, (rows, columns) = folder / "model.safetensors", block_size
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(path).items():
+        stored[name] = tensor
+        is_projection = name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+        if is_projection or ".block_sparse_moe.experts." in name:
+            scales = torch.empty(-(-len(tensor) // rows), -(-tensor.shape[1] // columns))
+            codes = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
+            for i, j in itertools.product(*map(range, scales.shape)):
+                block = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+                scales[i, j] = (tensor[block].abs().max().float() / 448).to(scale_dtype)
+                codes[block] = (tensor[block].float() / scales[i, j]).to(torch.float8_e4m3fn)
+            stored[name], stored[f"{name}_scale_inv"] = codes, scales.to(scale_dtype)
+    save_file(stored, path, metadata={"format": "pt"})
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block_size),
+    }
+    edit_config(folder, quantization_config=quantization)
+
+
+def store_mxfp4(folder: Path, seed: int = 0) -> None:
+    """Rewrite a single-file gpt-oss checkpoint with experts of random mxfp4 codes."""
+    path = folder / "model.safetensors"
+    tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num_experts, num_columns, num_rows = tensors.pop(name).shape  # stored transposed
+        blocks = (num_experts, num_rows, num_columns // 32)
+        codes = torch.randint(0, 256, (*blocks, 16), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(120, 126, blocks, generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = codes, exponents
+    save_file(tensors, path, metadata={"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "mxfp4"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Set keys of ``config.json``."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def make_tokenizer(folder: Path) -> None:
     """One token a byte, ids 256 (begin) and 257 (end) special; no merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -12,7 +12,7 @@ import torch
 
 from specter_build.checkpoint import Checkpoint
 from specter_runtime.config import ModelConfig
-from specter_runtime.experts import ExpertKey, ExpertProvider, ExpertWeights, ResidentExperts
+from specter_runtime.experts import Expert, ExpertKey, ExpertProvider, ResidentExperts
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
 from tests.checkpoints import make_checkpoint
@@ -24,7 +24,7 @@ class OpenModel:
 
     config: ModelConfig
     model: MoETransformer
-    weights: dict[ExpertKey, ExpertWeights]
+    weights: dict[ExpertKey, Expert]
     dense_tensors: dict[str, torch.Tensor]
 
     @property
@@ -53,7 +53,7 @@ class ShuffledExperts:
 
     def __init__(
         self,
-        weights: Mapping[ExpertKey, ExpertWeights],
+        weights: Mapping[ExpertKey, Expert],
         seed: int = 0,
         left_out: frozenset[int] = frozenset(),
     ) -> None:
@@ -62,7 +62,7 @@ class ShuffledExperts:
         self._left_out = left_out
         self.asked: list[tuple[int, list[int]]] = []
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, ExpertWeights]]:
+    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
         self.asked.append((layer, list(expert_ids)))
         for expert in self._random.sample(list(expert_ids), len(expert_ids)):
             if expert not in self._left_out:

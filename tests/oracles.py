@@ -322,3 +322,26 @@ def gptq_targets(
         rest[:, left] -= np.outer(error, inverse[:, 0])
         updates[:, left[1:]] += np.abs(np.outer(error, inverse[1:, 0]))
     return targets, updates / np.abs(scales), np.abs(weight / scales) + np.abs(zero_points)
+
+
+def e4m3(code: int) -> float:
+    """The number that a byte is in fp8 e4m3, from its bits. Source: arXiv 2209.05433, table 1."""
+    sign, exponent, fraction = -1.0 if code >> 7 else 1.0, code >> 3 & 0xF, code & 0x7
+    if (exponent, fraction) == (15, 7):
+        return math.nan
+    if exponent == 0:
+        return sign * fraction / 8 * 2.0**-6
+    return sign * (1 + fraction / 8) * 2.0 ** (exponent - 7)
+
+
+def e2m1(code: int) -> float:
+    """The number that four bits are in fp4 e2m1. Source: OCP Microscaling Formats v1.0, 5.3.3."""
+    sign, exponent, fraction = -1.0 if code >> 3 else 1.0, code >> 1 & 0x3, code & 0x1
+    if exponent == 0:
+        return sign * fraction / 2
+    return sign * (1 + fraction / 2) * 2.0 ** (exponent - 1)
+
+
+def e8m0(code: int) -> float:
+    """The power of two that a byte is as a block's scale. Source: ibid., 5.4.1."""
+    return 2.0 ** (code - 127)

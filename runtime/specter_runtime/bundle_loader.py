@@ -123,7 +123,7 @@ class Bundle:
         for role, shape in expert_shapes(manifest.model).items():
             name = manifest.tensor_names[role].format(layer=key.layer, expert=key.expert)
             if role not in matrices:
-                dtype: torch.dtype = getattr(torch, manifest.experts.dtype)
+                dtype: torch.dtype = getattr(torch, str(manifest.experts.numbers.bias_dtype))
                 biases.append(self._part(tensors, key, name, shape, dtype))
                 continue
             forms = packed_forms(matrices[role], bits, draft.group_size)
@@ -229,7 +229,20 @@ def _check_shards(where: Path, manifest: Manifest, keys: list[ExpertKey]) -> Non
         raise BundleError(f"{where}: shard encoding {shards.encoding!r} is unknown, expected 'raw'")
     if shards.data_start % ALIGNMENT:
         raise BundleError(f"{where}: shard data must start at a multiple of {ALIGNMENT}")
-    expected = expert_nbytes(manifest.model, shards.dtype)
+    numbers, model = shards.numbers, manifest.model
+    for name, is_there, is_needed in (
+        ("experts.numbers.bias_dtype", numbers.bias_dtype, model.expert_bias),
+        ("experts.numbers.scale_dtype", numbers.scale_dtype, numbers.dtype == "float8_e4m3fn"),
+        ("model.fp8_block_size", model.fp8_block_size, numbers.dtype == "float8_e4m3fn"),
+    ):
+        if (is_there is not None) != is_needed:
+            raise BundleError(
+                f"{where}: '{name}' is {is_there!r}, which does not go with experts in "
+                f"{numbers.dtype}, {'with' if model.expert_bias else 'without'} biases"
+            )
+    if model.fp8_block_size is not None and min(model.fp8_block_size) < 1:
+        raise BundleError(f"{where}: 'model.fp8_block_size' must be positive")
+    expected = expert_nbytes(model, numbers)
     if shards.nbytes != expected:
         raise BundleError(
             f"{where}: 'experts.nbytes' is {shards.nbytes}, the model's experts have {expected}"

@@ -13,10 +13,27 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 DType = Literal["bfloat16", "float16", "float32"]
+ExpertDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "mxfp4"]
 QKNorm = Literal["none", "head", "full"]
 Scoring = Literal["softmax", "sigmoid", "softmax_topk", "sparsemixer"]
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNumbers:
+    """How a checkpoint, and so a shard, stores the numbers of routed experts.
+
+    Attributes:
+        dtype: of the matrices.
+        scale_dtype: of the block scales of fp8 matrices; None for the others (the scales of mxfp4
+            are exponents in bytes).
+        bias_dtype: of the biases; None in families without.
+    """
+
+    dtype: ExpertDType
+    scale_dtype: DType | None = None
+    bias_dtype: DType | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +109,7 @@ class ModelConfig:
         shared_intermediate_size: width of the shared expert; 0 if there is none.
         shared_gate: the shared expert's output is gated by a sigmoid.
         dense_layers: layers whose MLP is dense (``intermediate_size``) instead of routed.
+        fp8_block_size: rows and columns that share a scale, where matrices are stored in fp8.
     """
 
     model_type: str
@@ -130,6 +148,7 @@ class ModelConfig:
     logits_scaling: float = 1.0
     intermediate_size: int | None = None
     dense_layers: tuple[int, ...] = ()
+    fp8_block_size: tuple[int, int] | None = None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ import torch
 from specter_runtime.errors import CapacityError, SpecterError
 from specter_runtime.eviction import choose_victim
 from specter_runtime.expert_store import ExpertStore, aligned_buffer
-from specter_runtime.experts import ExpertKey, ExpertWeights
+from specter_runtime.experts import Expert, ExpertKey
 from specter_runtime.metrics import CacheStats
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _Slot:
     """One expert's room in the arena."""
 
     buffer: memoryview
-    weights: ExpertWeights
+    weights: Expert
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class ExpertCache:
         self,
         store: ExpertStore,
         num_slots: int,
-        view: Callable[[torch.Tensor], ExpertWeights],
+        view: Callable[[torch.Tensor], Expert],
         num_io_threads: int = 2,
         load_timeout_seconds: float = 10.0,
     ) -> None:
@@ -124,7 +124,7 @@ class ExpertCache:
 
     # ---- the foreground: demand -------------------------------------------------------------
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, ExpertWeights]]:
+    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
         """Yield each of the distinct ``expert_ids`` once, residents first.
 
         Raises:
@@ -150,9 +150,9 @@ class ExpertCache:
 
     def _demand(
         self, layer: int, keys: list[ExpertKey]
-    ) -> tuple[list[tuple[ExpertKey, ExpertWeights]], set[ExpertKey]]:
+    ) -> tuple[list[tuple[ExpertKey, Expert]], set[ExpertKey]]:
         """Pin all ``keys``; split them into resident and awaited; queue what nobody reads yet."""
-        ready: list[tuple[ExpertKey, ExpertWeights]] = []
+        ready: list[tuple[ExpertKey, Expert]] = []
         waiting: set[ExpertKey] = set()
         with self._lock:
             for key in self._due.pop(layer, ()):
@@ -188,7 +188,7 @@ class ExpertCache:
         self._demands.append(key)
         self._work_queued.notify()
 
-    def _await_any(self, waiting: set[ExpertKey]) -> tuple[ExpertKey, ExpertWeights]:
+    def _await_any(self, waiting: set[ExpertKey]) -> tuple[ExpertKey, Expert]:
         """Block until one of the experts is resident; an overdue one is read right here."""
         started = time.perf_counter()
         deadline = started + self._load_timeout_seconds
@@ -217,7 +217,7 @@ class ExpertCache:
             raise failure
         self._queue_demand(key)
 
-    def _read_in_foreground(self, key: ExpertKey) -> tuple[ExpertKey, ExpertWeights]:
+    def _read_in_foreground(self, key: ExpertKey) -> tuple[ExpertKey, Expert]:
         """Read past a load that does not come: into memory of its own, used once, not cached."""
         buffer = aligned_buffer(self._store.slot_bytes)
         failure = self._read(key, buffer)

@@ -3,7 +3,7 @@
 Two providers exist beside the cache (``expert_cache.ExpertCache``): ``ResidentExperts`` holds
 full-precision weights in memory (building, profiling, tests), ``PackedExperts`` is the draft.
 
-Called by: moe (through ``ExpertProvider``).  Next: packed.
+Called by: moe (through ``ExpertProvider``).  Next: packed, scaled.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from specter_runtime.config import DTYPE_BYTES, ModelConfig
+from specter_runtime.config import ExpertNumbers, ModelConfig
 from specter_runtime.packed import PackedTensor, dequantize
+from specter_runtime.scaled import MXFP4_BLOCK, Fp8Matrix, Mxfp4Matrix, fp8_scale_shape
+
+Value = TypeVar("Value")
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """The three matrices of an expert, in the order in which a shard holds them."""
@@ -27,6 +30,23 @@ class ExpertKey(NamedTuple):
 
     layer: int
     expert: int
+
+
+class Expert(Protocol):
+    """One routed expert in whatever form it is held."""
+
+    @property
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Of gate, up and down projection, as the checkpoint has them; None without."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Role -> tensor as stored: what ``stored_forms`` names, in any order."""
+        ...
+
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """The weights to compute with."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +68,9 @@ class ExpertWeights:
         """Of gate, up and down projection."""
         return self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors in shard order."""
-        biases = [bias for bias in self.biases if bias is not None]
-        return [self.gate_proj, self.up_proj, self.down_proj, *biases]
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Role -> tensor."""
+        return _matrices(self.gate_proj, self.up_proj, self.down_proj) | _present(self.biases)
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
         """The same weights in ``dtype``; itself when it has that already."""
@@ -63,6 +82,41 @@ class ExpertWeights:
             self.down_proj.to(dtype),
             *(None if bias is None else bias.to(dtype) for bias in self.biases),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledExpert:
+    """One expert as fp8 and mxfp4 checkpoints have it: matrices with scales, biases as they are."""
+
+    gate_proj: Fp8Matrix | Mxfp4Matrix
+    up_proj: Fp8Matrix | Mxfp4Matrix
+    down_proj: Fp8Matrix | Mxfp4Matrix
+    biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Role -> tensor: codes under the matrix's role, their scales behind ``_scales``."""
+        tensors = _present(self.biases)
+        for role, matrix in _matrices(self.gate_proj, self.up_proj, self.down_proj).items():
+            tensors[role] = matrix.codes if isinstance(matrix, Fp8Matrix) else matrix.blocks
+            tensors[f"{role}_scales"] = matrix.scales
+        return tensors
+
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """The weights that the codes stand for."""
+        matrices = (self.gate_proj, self.up_proj, self.down_proj)
+        return ExpertWeights(
+            *(matrix.to(dtype) for matrix in matrices),
+            *(None if bias is None else bias.to(dtype) for bias in self.biases),
+        )
+
+
+def _matrices(gate: Value, up: Value, down: Value) -> dict[str, Value]:
+    return dict(zip(PROJECTIONS, (gate, up, down), strict=True))
+
+
+def _present(biases: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    pairs = zip(PROJECTIONS, biases, strict=True)
+    return {f"{role}_bias": bias for role, bias in pairs if bias is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +147,22 @@ class PackedExpert:
 class ExpertProvider(Protocol):
     """Hands experts to the model, one at a time and in any order.
 
-    The weights are valid until the iterator advances: the provider owns the memory. An expert that
+    An expert is valid until the iterator advances: the provider owns the memory. An expert that
     is not yielded is *left out*: the model renormalizes the rest. Only a draft may do that.
     """
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, ExpertWeights]]:
+    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
         """Yield ``(expert_id, weights)`` once for each of the distinct ``expert_ids``."""
         ...
 
 
 class ResidentExperts:
-    """A provider for experts that are all in memory in full precision."""
+    """A provider for experts that are all in memory as the checkpoint has them."""
 
-    def __init__(self, weights: Mapping[ExpertKey, ExpertWeights]) -> None:
+    def __init__(self, weights: Mapping[ExpertKey, Expert]) -> None:
         self._weights = weights
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, ExpertWeights]]:
+    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
         """Yield the experts in the order asked for."""
         for expert in expert_ids:
             yield expert, self._weights[ExpertKey(layer, expert)]
@@ -126,7 +180,7 @@ class PackedExperts:
         """Bytes of all stand-ins."""
         return sum(expert.nbytes for expert in self._packed.values())
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, ExpertWeights]]:
+    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
         """Yield the dequantized stand-ins of those experts that have one."""
         for expert in expert_ids:
             packed = self._packed.get(ExpertKey(layer, expert))
@@ -149,25 +203,70 @@ def expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {**matrices, **biases}
 
 
-def expert_nbytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of one expert's tensors, unpadded."""
-    num_weights = sum(math.prod(shape) for shape in expert_shapes(config).values())
-    return num_weights * DTYPE_BYTES[dtype]
+def stored_forms(
+    config: ModelConfig, numbers: ExpertNumbers
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each stored tensor of an expert, in shard order.
+
+    Wider elements come first, so that every tensor is aligned to its elements; gate, up and down
+    otherwise follow each other.
+    """
+    forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for role, shape in matrix_shapes(config).items():
+        if numbers.dtype == "float8_e4m3fn":
+            assert config.fp8_block_size is not None, "bundle_loader checks this"
+            forms[role] = (shape, torch.float8_e4m3fn)
+            scales = fp8_scale_shape(shape, config.fp8_block_size)
+            forms[f"{role}_scales"] = (scales, getattr(torch, str(numbers.scale_dtype)))
+        elif numbers.dtype == "mxfp4":
+            blocks = (shape[0], shape[1] // MXFP4_BLOCK)
+            forms[role] = ((*blocks, MXFP4_BLOCK // 2), torch.uint8)
+            forms[f"{role}_scales"] = (blocks, torch.uint8)
+        else:
+            forms[role] = (shape, getattr(torch, numbers.dtype))
+    for role, any_shape in expert_shapes(config).items():
+        if role not in forms:
+            forms[role] = (any_shape, getattr(torch, str(numbers.bias_dtype)))
+    return dict(sorted(forms.items(), key=lambda item: -item[1][1].itemsize))
 
 
-def view_expert(buffer: torch.Tensor, config: ModelConfig, dtype: str) -> ExpertWeights:
-    """See the bytes of a raw shard as weights; no copy.
+def expert_nbytes(config: ModelConfig, numbers: ExpertNumbers) -> int:
+    """Bytes of one expert's tensors as stored, unpadded."""
+    forms = stored_forms(config, numbers).values()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
+
+
+def view_expert(buffer: torch.Tensor, config: ModelConfig, numbers: ExpertNumbers) -> Expert:
+    """See the bytes of a raw shard as an expert; no copy.
 
     Args:
         buffer: uint8, at least ``expert_nbytes`` long, in shard order.
         config: gives the shapes.
-        dtype: the checkpoint's dtype.
+        numbers: how the checkpoint stores them.
     """
-    torch_dtype: torch.dtype = getattr(torch, dtype)
     views: dict[str, torch.Tensor] = {}
     start = 0
-    for name, shape in expert_shapes(config).items():
-        nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        views[name] = buffer[start : start + nbytes].view(torch_dtype).view(shape)
+    for role, (shape, dtype) in stored_forms(config, numbers).items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        views[role] = buffer[start : start + nbytes].view(dtype).view(shape)
         start += nbytes
-    return ExpertWeights(**views)
+    return make_expert(views, config)
+
+
+def make_expert(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> Expert:
+    """An expert from its stored tensors by role."""
+    biases = tuple(tensors.get(f"{role}_bias") for role in PROJECTIONS)
+    if "gate_proj_scales" not in tensors:
+        return ExpertWeights(*(tensors[role] for role in PROJECTIONS), *biases)
+    gate, up, down = (
+        _scaled_matrix(tensors[role], tensors[f"{role}_scales"], config) for role in PROJECTIONS
+    )
+    return ScaledExpert(gate, up, down, (biases[0], biases[1], biases[2]))
+
+
+def _scaled_matrix(
+    codes: torch.Tensor, scales: torch.Tensor, config: ModelConfig
+) -> Fp8Matrix | Mxfp4Matrix:
+    if config.fp8_block_size is None:
+        return Mxfp4Matrix(codes, scales)
+    return Fp8Matrix(codes, scales, config.fp8_block_size)

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import UnionType
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from specter_runtime.config import DType, ModelConfig
+from specter_runtime.config import DType, ExpertNumbers, ModelConfig
 from specter_runtime.errors import BundleError, name_list
 
 Record = TypeVar("Record")
@@ -59,12 +59,13 @@ class ExpertFormat:
     """How expert shards are stored.
 
     Attributes:
+        numbers: as the checkpoint stores them.
         encoding: ``raw``: the checkpoint's bytes.
         data_start: offset of the data in every shard; a multiple of 4096.
         nbytes: bytes of data in every shard.
     """
 
-    dtype: DType
+    numbers: ExpertNumbers
     encoding: str
     data_start: int
     nbytes: int
@@ -181,7 +182,7 @@ def _convert(value: object, kind: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return parse_record(cast(type, kind), value, where)
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:  # of one type and None, that is all there is
+    if origin in (UnionType, Union):  # of one type and None, that is all there is
         return None if value is None else _convert(value, arguments[0], where)
     if origin is Literal and value in arguments and type(value) is type(arguments[0]):
         return value

@@ -13,9 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specter_runtime.config import DTYPE_BYTES, ModelConfig
+from specter_runtime.config import DTYPE_BYTES, ExpertNumbers, ModelConfig
 from specter_runtime.errors import CapacityError
-from specter_runtime.experts import expert_nbytes, matrix_shapes
+from specter_runtime.experts import matrix_shapes
 from specter_runtime.packed import packed_nbytes
 from specter_runtime.roles import FLOAT32_ROLES, dense_shapes
 from specter_runtime.units import format_bytes
@@ -48,7 +48,7 @@ def divide_budget(
     group_size: int,
     symmetric: bool,
     dtype: str,
-    expert_dtype: str,
+    numbers: ExpertNumbers,
     max_context_tokens: int,
     prompt_chunk_tokens: int,
     num_draft_tokens: int,
@@ -63,7 +63,7 @@ def divide_budget(
         group_size: of the draft's quantization.
         symmetric: whether the draft stores no zero points.
         dtype: of activations, dense weights and KV cache.
-        expert_dtype: of the routed experts as the checkpoint has them.
+        numbers: of the routed experts as the checkpoint has them.
         max_context_tokens: room in the KV cache.
         prompt_chunk_tokens: rows of the largest block.
         num_draft_tokens: drafted tokens per window.
@@ -73,7 +73,7 @@ def divide_budget(
         CapacityError: fewer slots than one token's experts in a layer; states the minimum.
     """
     dense = dense_nbytes(config, dtype)
-    draft = draft_nbytes(config, draft_bits, group_size, symmetric, expert_dtype)
+    draft = draft_nbytes(config, draft_bits, group_size, symmetric, numbers)
     kv_cache = config.kv_bytes_per_token(dtype) * max_context_tokens
     buffers = buffer_nbytes(
         config, dtype, max_context_tokens, prompt_chunk_tokens, num_draft_tokens + 1
@@ -108,12 +108,13 @@ def draft_nbytes(
     bits: Sequence[Sequence[int]],
     group_size: int,
     symmetric: bool,
-    expert_dtype: str,
+    numbers: ExpertNumbers,
 ) -> int:
     """Bytes of all stand-ins: quantized matrices, and biases as the checkpoint has them."""
     shapes = matrix_shapes(config).values()
-    biases = expert_nbytes(config, expert_dtype)
-    biases -= config.expert_num_weights * DTYPE_BYTES[expert_dtype]
+    biases = 0
+    if numbers.bias_dtype is not None:
+        biases = sum(shape[0] for shape in shapes) * DTYPE_BYTES[numbers.bias_dtype]
     return sum(
         biases + sum(packed_nbytes(shape, width, group_size, symmetric) for shape in shapes)
         for row in bits

@@ -32,6 +32,7 @@ from specter_runtime.layers import (
 )
 from specter_runtime.moe import Routing, mix_experts, route
 from specter_runtime.roles import FLOAT32_ROLES, dense_shapes
+from specter_runtime.scaled import FP8_SCALE_SUFFIX, Fp8Matrix
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention: the reference fixes it, whatever rms_norm_eps says."""
@@ -193,7 +194,7 @@ class MoETransformer:
 
         Args:
             config: the model.
-            tensors: Hugging Face name -> tensor, at least all resident ones.
+            tensors: Hugging Face name -> tensor, at least all resident ones with their scales.
             tensor_names: role -> name template, see ``manifest``.
             dtype: the compute dtype; routers stay in float32.
 
@@ -285,9 +286,12 @@ def bind(
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """Role -> tensor of one layer (or of no layer) in the compute dtype, routing in float32."""
-    return {
-        role: tensors[tensor_names[role].format(layer=layer)].to(
-            torch.float32 if role in FLOAT32_ROLES else dtype
-        )
-        for role in dense_shapes(config, layer)
-    }
+    bound = {}
+    for role in dense_shapes(config, layer):
+        name = tensor_names[role].format(layer=layer)
+        stored: torch.Tensor | Fp8Matrix = tensors[name]
+        scales = tensors.get(name + FP8_SCALE_SUFFIX)
+        if scales is not None and config.fp8_block_size is not None:
+            stored = Fp8Matrix(tensors[name], scales, config.fp8_block_size)
+        bound[role] = stored.to(torch.float32 if role in FLOAT32_ROLES else dtype)
+    return bound

@@ -132,11 +132,11 @@ def mix_experts(
     wanted = sorted({expert for routing in routings for expert in routing.expert_ids()})
     sums = [_BlockSum(block, routing) for block, routing in zip(blocks, routings, strict=True)]
     served: set[int] = set()
-    for expert, weights in provider.experts(layer, wanted):
+    for expert, stored in provider.experts(layer, wanted):
         served.add(expert)
-        compute_weights = weights.to(blocks[0].dtype)
+        weights = stored.to(blocks[0].dtype)
         for block_sum in sums:
-            block_sum.add(expert, compute_weights, swiglu_limit)
+            block_sum.add(expert, weights, swiglu_limit)
     return [block_sum.total(served) for block_sum in sums]
 
 

@@ -96,7 +96,7 @@ class Session:
         cache = ExpertCache(  # starts threads: nothing behind it may fail without closing it
             store,
             memory.num_slots,
-            partial(view_expert, config=model_config, dtype=manifest.experts.dtype),
+            partial(view_expert, config=model_config, numbers=manifest.experts.numbers),
             config.num_io_threads,
             config.load_timeout_seconds,
         )
@@ -242,7 +242,7 @@ def bundle_memory(
         group_size=manifest.draft.group_size,
         symmetric=manifest.draft.symmetric,
         dtype=dtype,
-        expert_dtype=manifest.experts.dtype,
+        numbers=manifest.experts.numbers,
         max_context_tokens=context,
         prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
         num_draft_tokens=num_draft_tokens,

@@ -28,6 +28,7 @@ from specter_build.architectures.minimax_m2 import MINIMAX_M2
 from specter_build.architectures.mixtral import MIXTRAL
 from specter_build.architectures.olmoe import OLMOE
 from specter_build.architectures.phimoe import PHIMOE
+from specter_build.architectures.quantization import StoredQuantization, read_quantization
 from specter_build.architectures.qwen2_moe import QWEN2_MOE
 from specter_build.architectures.qwen3_moe import QWEN3_MOE
 from specter_build.architectures.rope import attention_mscale, rope_frequencies
@@ -36,7 +37,14 @@ from specter_runtime.errors import CheckpointError
 
 Value = TypeVar("Value")
 
-__all__ = ["ARCHITECTURES", "Architecture", "find_architecture", "read_config"]
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "StoredQuantization",
+    "find_architecture",
+    "read_config",
+    "read_quantization",
+]
 
 ARCHITECTURES = {
     family.model_type: family
@@ -104,10 +112,13 @@ def read_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         if values.get("sliding_window") is not None:
             values["sliding_layers"] = _sliding_layers(raw, values["num_hidden_layers"], family)
         _derive_rope(family, raw, values)
+        quantization = read_quantization(raw, family)
     except KeyError as exc:
         raise CheckpointError(f"{where}: rope parameter {exc} is missing") from exc
     except (TypeError, ValueError) as exc:
         raise CheckpointError(f"{where}: {exc}") from exc
+    if quantization is not None:
+        values["fp8_block_size"] = quantization.block_size
     config = _assemble(values)
     _check_consistency(config, where)
     return config

@@ -38,12 +38,15 @@ class FusedLayout:
         gate_up, down: name templates; biases are called the same with ``_bias`` behind.
         transposed: the last two axes are swapped.
         interleaved: gate and up rows alternate instead of following each other.
+        mxfp4: stored as mxfp4 blocks and exponents, called the same with ``_blocks`` and
+            ``_scales`` behind.
     """
 
     gate_up: str
     down: str
     transposed: bool = False
     interleaved: bool = False
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,6 @@ def norm_eps(default: float) -> Field:
 
 COMMON_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "quantization_config": (None,),
     "mlp_bias": (False, None),
     "use_sliding_window": (False, None),
 }

@@ -52,6 +52,12 @@ GPT_OSS = Architecture(
             transposed=True,
             interleaved=True,
         ),
+        FusedLayout(
+            LAYER + "mlp.experts.gate_up_proj",
+            LAYER + "mlp.experts.down_proj",
+            interleaved=True,
+            mxfp4=True,
+        ),
     ),
     alternating_windows=True,
 )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specter_runtime.config import ModelConfig, RopeConfig, RoutingConfig
+from specter_runtime.config import ExpertNumbers, ModelConfig, RopeConfig, RoutingConfig
 from specter_runtime.errors import BundleError
 from specter_runtime.manifest import (
     DraftFormat,
@@ -54,7 +54,7 @@ MANIFEST = Manifest(
     tensor_names={"gate_proj": "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight"},
     checkpoint_dtype="bfloat16",
     draft=DraftFormat("rtn", 16, True, ((4, 3, 0, 8), (2, 2, 2, 2))),
-    experts=ExpertFormat("bfloat16", "raw", 4096, 18432),
+    experts=ExpertFormat(ExpertNumbers("bfloat16"), "raw", 4096, 18432),
     files={"model/common.safetensors": FileEntry(4100, "0" * 64)},
     unhashed_files=("timings.json",),
     recipe={"draft": {"bits": 4}, "seeds": [1, None, 0.5]},

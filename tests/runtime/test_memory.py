@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from specter_build.quantize_draft import quantize_layer
 from specter_build.recipe import DraftRecipe
 from specter_runtime.acceptance import rejection_sample
-from specter_runtime.config import DTYPE_BYTES, ModelConfig, SamplingConfig
+from specter_runtime.config import DTYPE_BYTES, ExpertNumbers, ModelConfig, SamplingConfig
 from specter_runtime.errors import CapacityError
 from specter_runtime.experts import ExpertKey, PackedExperts
 from specter_runtime.kv_cache import KVCache
@@ -46,7 +46,7 @@ def arguments(config: ModelConfig, **changes: Any) -> dict[str, Any]:
         "group_size": 16,
         "symmetric": True,
         "dtype": "float32",
-        "expert_dtype": "float32",
+        "numbers": ExpertNumbers("float32"),
         "max_context_tokens": 128,
         "prompt_chunk_tokens": 64,
         "num_draft_tokens": 4,

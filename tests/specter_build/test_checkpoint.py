@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from specter_build.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from specter_runtime.errors import CheckpointError
-from specter_runtime.experts import PROJECTIONS, ExpertKey, expert_shapes
+from specter_runtime.experts import ExpertKey, expert_shapes
 from tests.checkpoints import FAMILIES, fuse_experts, make_checkpoint
 
 SMALL: Mapping[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -98,9 +98,9 @@ def all_tensors(checkpoint: Checkpoint) -> Tensors:
     for layer in checkpoint.config.moe_layers:
         expert_ids = range(checkpoint.config.num_experts)
         for expert, weights in checkpoint.experts(layer, expert_ids):
-            names = checkpoint.expert_names(ExpertKey(layer, expert))
-            for name, projection in zip(names, PROJECTIONS, strict=True):
-                tensors[name] = getattr(weights, projection)
+            stored = weights.tensors()
+            names = checkpoint.stored_names(ExpertKey(layer, expert))
+            tensors |= {name: stored[role] for role, name in names.items()}
     return tensors
 
 
@@ -122,7 +122,11 @@ def test_every_tensor_of_a_single_file_is_read_to_the_bit_in_its_dtype(
     make_checkpoint(tmp_path, dtype=dtype, **SMALL)
     checkpoint = Checkpoint(tmp_path)
     assert_same_bits(all_tensors(checkpoint), load_file(tmp_path / SINGLE_FILE))
-    assert checkpoint.dense_dtype == checkpoint.expert_dtype == str(dtype).removeprefix("torch.")
+    assert (
+        checkpoint.dense_dtype
+        == checkpoint.expert_numbers.dtype
+        == str(dtype).removeprefix("torch.")
+    )
     assert checkpoint.nbytes == (tmp_path / SINGLE_FILE).stat().st_size
 
 
@@ -250,7 +254,7 @@ WRONG_TENSORS: Mapping[str, tuple[Callable[[Tensors], object], list[str]]] = {
     ),
     "experts of two dtypes": (
         lambda t: t.update({EXPERT: t[EXPERT].to(torch.bfloat16)}),
-        ["routed experts have several dtypes: ['BF16', 'F32']"],
+        ["matrices of routed experts have several dtypes: BF16, F32"],
     ),
     "both layouts at once": (
         lambda t: t.update(
@@ -306,7 +310,7 @@ WRONG_FUSED: Mapping[str, tuple[Callable[[Tensors], object], list[str]]] = {
         lambda t: t.update(
             {"model.layers.1.mlp.experts.down_proj": torch.ones(8, 32, 48, dtype=torch.float16)}
         ),
-        ["routed experts have several dtypes: ['F16', 'F32']"],
+        ["matrices of routed experts have several dtypes: F16, F32"],
     ),
 }
 
@@ -490,7 +494,7 @@ def test_absent_config_is_refused_by_file(tmp_path: Path) -> None:
         ({"mlp_only_layers": [0], "intermediate_size": None}, "intermediate_size is missing"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_meth"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8', expected an object"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "'factor' is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.0}}, "partial_rotary_factor 0.0"),

@@ -307,7 +307,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qwen3_moe", {"use_sliding_window": True}, ("use_sliding_window", "True")),
     *((family, {"hidden_act": "gelu"}, ("hidden_act", "'gelu'")) for family in FAMILIES),
     *(
-        (family, {"quantization_config": {"bits": 4}}, ("quantization_config", "'bits': 4"))
+        (family, {"quantization_config": {"bits": 4}}, ("quantization_config.quant_method None",))
         for family in FAMILIES
     ),
     ("mixtral", {"model_type": "llama"}, ("model_type", "'llama'", "mixtral", "olmoe")),

@@ -103,16 +103,16 @@ def test_given_weights_are_in_the_bundle_exactly(
     assert 0 < report["relative_quantization_error"] < 0.05
     bundle, checkpoint = load_bundle(tmp_path / "bundle"), Checkpoint(tiny_checkpoint)
     for key, expert in bundle.draft_experts().items():
-        parts = (expert.gate_proj, expert.up_proj, expert.down_proj)
-        for name, part in zip(checkpoint.expert_names(key), parts, strict=True):
-            assert torch.equal(dequantize(part, torch.float32), expected[name]), name
+        for role, name in checkpoint.matrix_names(key).items():
+            part = dequantize(getattr(expert, role), torch.float32)
+            assert torch.equal(part, expected[name]), name
     assert {"draft/config.json", "draft/model.safetensors"} < bundle.manifest.source_files.keys()
 
 
 def open_given(checkpoint: Path, folder: Path, form: GridFormat | None = None) -> GivenDraft:
     opened = Checkpoint(checkpoint)
     form = form or GridFormat(4, GROUP_SIZE, True)
-    return GivenDraft(folder, opened.config, opened.expert_names, form)
+    return GivenDraft(folder, opened.config, opened.matrix_names, form)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from specter_build.plan_placement import (
 )
 from specter_build.recipe import HardwareRecipe
 from specter_runtime.config import ModelConfig, RopeConfig, RoutingConfig
-from specter_runtime.experts import ExpertKey, expert_nbytes
+from specter_runtime.experts import ExpertKey
 from specter_runtime.manifest import Plan
 from specter_runtime.memory import MemoryUse, dense_nbytes
 
@@ -176,7 +176,7 @@ def test_nothing_is_loaded_when_all_experts_are_resident() -> None:
 def test_plain_decoding_is_predicted_as_computation_and_exposed_reads() -> None:
     """One slot and two layers: both experts of every token are read."""
     machine = hardware(1e6, 2e6, link_latency_seconds=0.25, pass_overhead_seconds=0.125)
-    weights = dense_nbytes(CONFIG, "bfloat16") + 2 * expert_nbytes(CONFIG, "bfloat16")
+    weights = dense_nbytes(CONFIG, "bfloat16") + 2 * 2 * CONFIG.expert_num_weights
     expected = weights / 2e6 + 0.125 + 2 * (0.25 + 4096 / 1e6)
     initial = [ExpertKey(1, 1), *ALL_EXPERTS]
     evidence = make_evidence(constant_routes(8))
@@ -186,7 +186,7 @@ def test_plain_decoding_is_predicted_as_computation_and_exposed_reads() -> None:
 
 def test_only_what_the_draft_foresaw_in_time_is_hidden() -> None:
     """K = 1: a draft pass of r seconds hides at most r, and at most half of what it foresaw."""
-    row_bytes = dense_nbytes(CONFIG, "bfloat16") + 2 * expert_nbytes(CONFIG, "bfloat16")
+    row_bytes = dense_nbytes(CONFIG, "bfloat16") + 2 * 2 * CONFIG.expert_num_weights
     initial = [ExpertKey(1, 1), *ALL_EXPERTS]
     for link, recall in ((4096 / 3.0, 1.0), (4096 * 1e3, 1.0), (4096 * 4.0, 0.5)):
         row = 1.0
