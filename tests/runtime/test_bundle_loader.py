@@ -186,7 +186,8 @@ MANIFEST_VALUES: list[tuple[str | int, ...]] = [
     ("draft", "bits", 0),
     ("draft", "bits", 0, 0),
     ("experts",),
-    ("experts", "dtype"),
+    ("experts", "numbers"),
+    ("experts", "numbers", "dtype"),
     ("experts", "encoding"),
     ("experts", "data_start"),
     ("experts", "nbytes"),
@@ -334,8 +335,9 @@ INCONSISTENT: dict[str, tuple[tuple[str | int, ...], object, str]] = {
     "shards before the file": (("experts", "data_start"), -4096, ""),
     "shards start elsewhere": (("experts", "data_start"), 8192, ""),
     "experts too small for the model": (("experts", "nbytes"), 4096, ""),
-    "expert dtype": (("experts", "dtype"), "float7", "float7"),
-    "expert dtype of another size": (("experts", "dtype"), "bfloat16", ""),
+    "expert dtype": (("experts", "numbers", "dtype"), "float7", "float7"),
+    "expert dtype of another size": (("experts", "numbers", "dtype"), "bfloat16", ""),
+    "block size without fp8": (("model", "fp8_block_size"), [8, 8], "fp8_block_size"),
 }
 
 

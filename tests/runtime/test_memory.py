@@ -193,7 +193,10 @@ def test_draft_bytes_are_those_of_the_real_draft(
         [0 if ExpertKey(layer, expert) in left_out else bits for expert in range(8)]
         for layer in range(3)
     ]
-    assert draft_nbytes(tiny.config, widths, group_size, symmetric, "float32") == draft.nbytes
+    assert (
+        draft_nbytes(tiny.config, widths, group_size, symmetric, ExpertNumbers("float32"))
+        == draft.nbytes
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -19,7 +19,7 @@ from specter_build.quantize_draft import QuantizedLayer, draft_tensors, quantize
 from specter_build.quantizers import GridFormat, round_to_nearest, squared_errors
 from specter_build.recipe import DraftRecipe
 from specter_runtime.errors import CheckpointError
-from specter_runtime.experts import ExpertKey, ExpertWeights
+from specter_runtime.experts import PROJECTIONS, ExpertKey, ExpertWeights
 from specter_runtime.packed import BITS, PackedTensor, dequantize, packed_nbytes, unpack_codes
 
 BFLOAT16_ROUNDING = 2.0**-8
@@ -328,13 +328,13 @@ def test_weight_that_is_no_number_is_refused_by_layer_expert_and_projection() ->
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_draft_tensors_are_named_after_the_checkpoints(symmetric: bool) -> None:
     experts = make_experts(2)
-    names = {key: [f"{p}.{key.expert}" for p in ("gate", "up", "down")] for key in experts}
+    names = {key: {role: f"{role}.{key.expert}" for role in PROJECTIONS} for key in experts}
     packed = quantize_experts(experts, 4, symmetric).packed
     tensors = draft_tensors(packed, names)
     parts = ("codes", "scales") if symmetric else ("codes", "scales", "zero_points")
     assert tensors.keys() == {
-        f"{name}.{part}" for n in names.values() for name in n for part in parts
+        f"{name}.{part}" for n in names.values() for name in n.values() for part in parts
     }
     for key in experts:
-        assert torch.equal(tensors[f"up.{key.expert}.codes"], packed[key].up_proj.codes)
-        assert torch.equal(tensors[f"down.{key.expert}.scales"], packed[key].down_proj.scales)
+        assert torch.equal(tensors[f"up_proj.{key.expert}.codes"], packed[key].up_proj.codes)
+        assert torch.equal(tensors[f"down_proj.{key.expert}.scales"], packed[key].down_proj.scales)

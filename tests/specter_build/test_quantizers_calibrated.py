@@ -26,7 +26,7 @@ from specter_build.quantize_draft import ExpertInputs, check_method, quantize_la
 from specter_build.quantizers import GridFormat, choose_grid, round_to_nearest, squared_errors
 from specter_build.recipe import DraftRecipe, Recipe
 from specter_runtime.bundle_loader import load_bundle
-from specter_runtime.config import ModelConfig
+from specter_runtime.config import ExpertNumbers, ModelConfig
 from specter_runtime.errors import CheckpointError, RecipeError
 from specter_runtime.experts import ExpertKey, ExpertWeights, PackedExpert, matrix_shapes
 from specter_runtime.layers import swiglu, swiglu_inner
@@ -443,7 +443,7 @@ def test_mixed_widths_are_in_the_manifest_the_files_the_memory_and_the_report(
         for shape in matrix_shapes(config).values()
     )
     assert sum(part.nbytes for part in packed.values()) == nbytes
-    assert draft_nbytes(config, expected, 16, True, "float32") == nbytes
+    assert draft_nbytes(config, expected, 16, True, ExpertNumbers("float32")) == nbytes
     assert result.report["sizes"]["draft_bytes"] == nbytes
     assert result.report["memory"]["draft_bytes"] == nbytes
     told = result.report["draft"]
