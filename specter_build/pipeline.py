@@ -39,6 +39,7 @@ from specter_build.write_bundle import (
     existing_digest,
     hash_files,
     move_into_place,
+    remove_leftovers,
     work_folder,
     write_text,
 )
@@ -97,6 +98,7 @@ def build(
     if built_digest == inputs.digest and (destination / TIMINGS_FILE).is_file():
         plan = Plan.from_dict(read_json(destination / PLAN_FILE), PLAN_FILE)
         report, timings = (read_json(destination / name) for name in (REPORT_FILE, TIMINGS_FILE))
+        remove_leftovers(destination)
         return BuildResult(destination, report, plan, timings, was_built=False)
     check_disk(inputs.estimate.bundle_bytes, destination)
     with work_folder(destination) as work, torch.inference_mode():

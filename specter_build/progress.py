@@ -18,12 +18,11 @@ from pathlib import Path
 import torch
 
 from specter_build.report import LayerProfile
-from specter_build.write_bundle import PROGRESS
+from specter_build.write_bundle import PROGRESS, PROGRESS_MARKER, discard_progress
 from specter_runtime.errors import RecipeError
 from specter_runtime.moe import Routing
 from specter_runtime.shards import read_header, read_tensors, write_tensors
 
-DIGEST_FILE = "digest"
 HIDDEN_FILE = "hidden.safetensors"
 
 
@@ -40,8 +39,9 @@ class Progress:
         self._folder = work / PROGRESS
         self.next_layer = 0
         self.profiles: dict[int, LayerProfile] = {}
-        marker = self._folder / DIGEST_FILE
+        marker = work / PROGRESS_MARKER
         if not marker.is_file() or marker.read_text() != digest:
+            discard_progress(work)
             for path in work.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self._folder.mkdir()

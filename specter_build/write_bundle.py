@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +26,8 @@ TIMINGS_FILE = "timings.json"
 UNHASHED_FILES = (TIMINGS_FILE,)
 PROGRESS = "progress"
 """Folder of the work folder that is no part of the bundle."""
+PROGRESS_MARKER = f"{PROGRESS}/digest"
+"""The file without which the rest of that folder counts for nothing."""
 
 
 def existing_digest(destination: Path) -> str | None:
@@ -51,6 +53,11 @@ def existing_digest(destination: Path) -> str | None:
     return str(manifest.get("build_digest"))
 
 
+def work_path(destination: Path) -> Path:
+    """The hidden folder beside ``destination`` that a build works in."""
+    return destination.with_name(f".{destination.name}.building")
+
+
 @contextmanager
 def work_folder(destination: Path) -> Iterator[Path]:
     """A folder beside ``destination`` to build in; what an earlier build left there is still there.
@@ -60,8 +67,8 @@ def work_folder(destination: Path) -> Iterator[Path]:
     Raises:
         RecipeError: another build of the same destination is running, or the folder cannot be made.
     """
-    work = destination.with_name(f".{destination.name}.building")
-    lock_path = destination.with_name(f".{destination.name}.lock")
+    work = work_path(destination)
+    lock_path = _lock_path(destination)
     with _lock(lock_path, destination):
         work.mkdir(exist_ok=True)
         try:
@@ -75,6 +82,34 @@ def work_folder(destination: Path) -> Iterator[Path]:
             ) from exc
         finally:
             lock_path.unlink(missing_ok=True)
+
+
+def remove_leftovers(destination: Path) -> None:
+    """Remove what a build that was killed once its bundle was in place did not come to remove."""
+    lock_path = _lock_path(destination)
+    if not (lock_path.exists() or _old(destination).exists()):
+        return
+    with suppress(RecipeError), _lock(lock_path, destination):  # else it is in use
+        shutil.rmtree(_old(destination), ignore_errors=True)
+        lock_path.unlink(missing_ok=True)
+
+
+def discard_progress(work: Path) -> None:
+    """Remove what a work folder knows of finished layers.
+
+    The marker goes first: killed in the middle, a build must not take what is left for the whole.
+    """
+    (work / PROGRESS_MARKER).unlink(missing_ok=True)
+    shutil.rmtree(work / PROGRESS, ignore_errors=True)
+
+
+def _old(destination: Path) -> Path:
+    """Where the bundle that is being replaced waits."""
+    return destination.with_name(f".{destination.name}.old")
+
+
+def _lock_path(destination: Path) -> Path:
+    return destination.with_name(f".{destination.name}.lock")
 
 
 def _lock(path: Path, destination: Path) -> TextIO:
@@ -116,8 +151,8 @@ def write_text(path: Path, text: str) -> None:
 
 def move_into_place(work: Path, destination: Path) -> None:
     """Move a finished work folder to its destination, replacing an old bundle."""
-    shutil.rmtree(work / PROGRESS, ignore_errors=True)
-    old = destination.with_name(f".{destination.name}.old")
+    discard_progress(work)
+    old = _old(destination)
     shutil.rmtree(old, ignore_errors=True)
     had_old = destination.exists()
     if had_old:

@@ -336,6 +336,63 @@ def test_what_an_interrupted_build_of_other_inputs_left_is_not_used(
     assert_same_bundle(result.destination, built.destination)
 
 
+def remove_in_part(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whoever removes a folder is killed when its ``name`` is gone and the rest is still there."""
+
+    def remove(path: Path, **options: Any) -> None:
+        for file in path.glob(name):
+            file.unlink()
+            raise KeyboardInterrupt
+        rmtree(path, **options)
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", remove)
+
+
+def test_build_that_was_killed_while_it_removed_its_progress_is_built_anew(
+    folder: Path, built: BuildResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(folder, tmp_path / "bundle")
+    with monkeypatch.context() as patch:
+        remove_in_part(patch, "layer-001.safetensors")
+        with pytest.raises(KeyboardInterrupt):
+            build(recipe, tmp_path)
+    assert (tmp_path / ".bundle.building" / "progress" / "layer-002.safetensors").exists()
+    assert_same_bundle(build(recipe, tmp_path).destination, built.destination)
+
+
+def test_work_that_was_removed_in_part_for_other_inputs_is_done_anew(
+    folder: Path, built: BuildResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(folder, tmp_path / "bundle")
+    interrupt_build(recipe, tmp_path, monkeypatch)
+    other = make_recipe(folder, tmp_path / "bundle", calibration={"seed": 1})
+    with monkeypatch.context() as patch:
+        remove_in_part(patch, "layer-00*.safetensors")
+        with pytest.raises(KeyboardInterrupt):
+            build(other, tmp_path)
+    assert (tmp_path / ".bundle.building" / "progress").is_dir()
+    assert_same_bundle(build(recipe, tmp_path).destination, built.destination)
+
+
+def test_what_a_build_killed_at_its_end_left_is_removed_by_the_next(
+    folder: Path, bundle_copy: Path
+) -> None:
+    """The bundle is in place already: there is nothing to build, but an old one may lie about."""
+    shutil.copytree(bundle_copy, bundle_copy.with_name(".bundle.old"))
+    bundle_copy.with_name(".bundle.lock").write_text("")
+    assert not build(make_recipe(folder, bundle_copy), bundle_copy.parent).was_built
+    assert names_in(bundle_copy.parent) == {"bundle"}
+
+
+def test_what_a_running_build_needs_is_not_removed(folder: Path, bundle_copy: Path) -> None:
+    recipe = make_recipe(folder, bundle_copy)
+    with work_folder(bundle_copy):
+        bundle_copy.with_name(".bundle.old").mkdir()
+        assert not build(recipe, bundle_copy.parent).was_built
+        assert bundle_copy.with_name(".bundle.old").is_dir()
+
+
 def test_old_bundle_survives_a_replacement_that_fails(
     folder: Path, bundle_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
