@@ -182,15 +182,15 @@ COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
 
 COMMON_FUSED = (FusedLayout(LAYER + "mlp.experts.gate_up_proj", LAYER + "mlp.experts.down_proj"),)
 
-_BLOCK = LAYER + "block_sparse_moe."
+BLOCK = LAYER + "block_sparse_moe."
 
 BLOCK_SPARSE_NAMES: Mapping[str, tuple[str, ...]] = {
     **COMMON_NAMES,
     # transformers 5 calls the block "mlp" in memory, "block_sparse_moe" on disk
-    "router": (_BLOCK + "gate.weight", LAYER + "mlp.router.weight", *COMMON_NAMES["router"]),
-    "correction_bias": (_BLOCK + "e_score_correction_bias", LAYER + "mlp.e_score_correction_bias"),
-    "gate_proj": (_BLOCK + "experts.{expert}.w1.weight", *COMMON_NAMES["gate_proj"]),
-    "up_proj": (_BLOCK + "experts.{expert}.w3.weight", *COMMON_NAMES["up_proj"]),
-    "down_proj": (_BLOCK + "experts.{expert}.w2.weight", *COMMON_NAMES["down_proj"]),
+    "router": (BLOCK + "gate.weight", LAYER + "mlp.router.weight", *COMMON_NAMES["router"]),
+    "correction_bias": (BLOCK + "e_score_correction_bias", LAYER + "mlp.e_score_correction_bias"),
+    "gate_proj": (BLOCK + "experts.{expert}.w1.weight", *COMMON_NAMES["gate_proj"]),
+    "up_proj": (BLOCK + "experts.{expert}.w3.weight", *COMMON_NAMES["up_proj"]),
+    "down_proj": (BLOCK + "experts.{expert}.w2.weight", *COMMON_NAMES["down_proj"]),
 }
 """Mixtral's names, which other families took over."""

@@ -2,20 +2,18 @@
 
 from specter_build.architectures.family import (
     ATTENTION_BIAS,
+    BLOCK,
     COMMON_FIELDS,
     COMMON_NAMES,
     COMMON_SUPPORTED,
     EXPERT_COUNTS,
     EXPERT_WIDTH_IS_WIDTH,
-    LAYER,
     Architecture,
     Field,
     FusedLayout,
     kv_heads,
     norm_eps,
 )
-
-_BLOCK = LAYER + "block_sparse_moe."
 
 GRANITEMOE = Architecture(
     model_type="granitemoe",
@@ -36,10 +34,10 @@ GRANITEMOE = Architecture(
     default_rope_theta=10_000.0,
     tensor_names={
         **COMMON_NAMES,
-        "router": (_BLOCK + "router.layer.weight", _BLOCK + "router.weight"),
+        "router": (BLOCK + "router.layer.weight", BLOCK + "router.weight"),
     },
     fused=(
-        FusedLayout(_BLOCK + "input_linear.weight", _BLOCK + "output_linear.weight"),
-        FusedLayout(_BLOCK + "experts.gate_up_proj", _BLOCK + "experts.down_proj"),
+        FusedLayout(BLOCK + "input_linear.weight", BLOCK + "output_linear.weight"),
+        FusedLayout(BLOCK + "experts.gate_up_proj", BLOCK + "experts.down_proj"),
     ),
 )
