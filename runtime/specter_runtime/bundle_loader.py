@@ -77,19 +77,21 @@ class Bundle:
         return read_json(self.root / name) if name in self.manifest.files else {}
 
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end generation: from generation_config.json, else from config.json."""
+        """Ids that end generation by generation_config.json or by config.json.
+
+        All of them: checkpoints are about in which either file knows one that the other forgot.
+        """
+        found: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             ids = self.json_file(name).get("eos_token_id")
-            if ids is None:
-                continue
-            listed = ids if isinstance(ids, list) else [ids]
+            listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
             if not all(type(token_id) is int for token_id in listed):
                 raise BundleError(
                     f"{self.root / name}: eos_token_id must be an id or a list of ids, "
                     f"found {ids!r}"
                 )
-            return frozenset(listed)
-        return frozenset()
+            found.update(listed)
+        return frozenset(found)
 
     def verify_hashes(self) -> None:
         """Compare every hashed file with the manifest.

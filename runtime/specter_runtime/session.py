@@ -91,7 +91,8 @@ class Session:
                 model_config, dict(bundle.dense_tensors()), manifest.tensor_names, dtype
             )
             draft_experts = PackedExperts(bundle.draft_experts() if num_draft_tokens else {}, dtype)
-        tokenizer, eos_token_ids = Tokenizer(root), bundle.eos_token_ids()
+        tokenizer = Tokenizer(root)
+        eos_token_ids = bundle.eos_token_ids() | tokenizer.eos_token_ids
         kv_cache = KVCache(model_config, context, dtype)
         cache = ExpertCache(  # starts threads: nothing behind it may fail without closing it
             store,

@@ -57,6 +57,12 @@ class Tokenizer:
         """One more than the largest id, added tokens included."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The end token that ``tokenizer_config.json`` names, if it names one of the vocabulary."""
+        token_id = self._tokenizer.token_to_id(self._special_token("eos_token"))
+        return frozenset() if token_id is None else frozenset([token_id])
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens as ``tokenizer.json`` post-processes them."""
         try:

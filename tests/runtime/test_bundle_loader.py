@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -510,9 +511,13 @@ def write_eos(root: Path, name: str, eos: object) -> None:
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        (7, 9, {7}),
-        ([7, 8], 9, {7, 8}),
-        (0, 9, {0}),
+        (7, 7, {7}),
+        (7, 9, {7, 9}),
+        ([7, 8], 9, {7, 8, 9}),
+        (7, [7, 9], {7, 9}),
+        ([8], [9, 10], {8, 9, 10}),
+        (0, 9, {0, 9}),
+        ([], 9, {9}),
         (None, 9, {9}),
         (..., 9, {9}),
         (NO_FILE, 9, {9}),
@@ -523,7 +528,7 @@ def write_eos(root: Path, name: str, eos: object) -> None:
         (NO_FILE, NO_FILE, set()),
     ],
 )
-def test_eos_ids_come_from_generation_config_before_config(
+def test_eos_ids_are_all_that_either_config_names(
     bundle: Path, generation: object, config: object, expected: set[int]
 ) -> None:
     write_eos(bundle, "generation_config.json", generation)
@@ -531,10 +536,14 @@ def test_eos_ids_come_from_generation_config_before_config(
     assert load_bundle(bundle).eos_token_ids() == expected
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("eos", [1.5, "7", {"id": 7}, [7, "8"], [[7]], True])
-def test_eos_id_of_another_type_is_refused_with_the_file_named(bundle: Path, eos: object) -> None:
-    write_eos(bundle, "generation_config.json", eos)
-    with pytest.raises(BundleError, match=r"generation_config\.json"):
+def test_eos_id_of_another_type_is_refused_with_the_file_named(
+    bundle: Path, name: str, eos: object
+) -> None:
+    write_eos(bundle, "generation_config.json", 7)
+    write_eos(bundle, name, eos)
+    with pytest.raises(BundleError, match=rf"/{re.escape(name)}: eos_token_id"):
         load_bundle(bundle).eos_token_ids()
 
 

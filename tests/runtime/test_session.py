@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
 
 from specter_runtime.bundle_loader import load_bundle
 from specter_runtime.config import RuntimeConfig
 from specter_runtime.errors import BundleError
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
 from specter_runtime.experts import ExpertKey
+from specter_runtime.manifest import MANIFEST_FILE
 from specter_runtime.session import Session, bundle_memory
 
 PROMPT = list(b"def main(")
@@ -55,6 +61,36 @@ def test_output_depends_on_neither_draft_nor_budget_nor_threads(
                     budget, num_draft_tokens, config.dtype, num_io_threads=num_io_threads
                 )
                 assert generate(tiny_bundle, scarce) == expected, scarce
+
+
+def change_file(root: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file of a bundle, and its size in the manifest."""
+    content = json.loads((root / name).read_text())
+    change(content)
+    (root / name).write_text(json.dumps(content))
+    if name != MANIFEST_FILE:
+        nbytes = (root / name).stat().st_size
+        change_file(root, MANIFEST_FILE, lambda m: m["files"][name].update(nbytes=nbytes))
+
+
+@pytest.mark.parametrize("source", ["config.json", "generation_config.json", "tokenizer"])
+@pytest.mark.parametrize("as_list", [True, False])
+def test_generation_stops_at_an_end_token_that_any_file_names(
+    tiny_bundle: Path, tmp_path: Path, source: str, as_list: bool
+) -> None:
+    expected = generate(tiny_bundle, RuntimeConfig())
+    end = expected[NUM_TOKENS // 2]
+    root = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    if source == "tokenizer":
+        token = FastTokenizer.from_file(str(root / "tokenizer.json")).id_to_token(end)
+        change_file(root, "tokenizer_config.json", lambda c: c.update(eos_token=token))
+    else:
+        ids = [end, 257] if as_list else end
+        change_file(root, source, lambda c: c.update(eos_token_id=ids))
+    with Session.open(root) as session:
+        assert session.eos_token_ids == {257, end}
+        tokens = list(session.generate_ids(PROMPT, NUM_TOKENS))
+    assert tokens == expected[: expected.index(end) + 1]
 
 
 class FaultyStore:

@@ -166,6 +166,22 @@ def test_text_is_never_cut_or_filled_up(
     assert len(tokenizer.encode("ten letters")) == len("ten letters")
 
 
+@pytest.mark.parametrize(
+    ("eos_token", "expected"),
+    [
+        ("<eos>", {EOS}),
+        ({"content": "<eos>", "special": True}, {EOS}),
+        ("<not in the vocabulary>", set()),
+        (None, set()),
+        ("", set()),
+    ],
+)
+def test_end_token_is_what_the_config_names(
+    tmp_path: Path, eos_token: object, expected: set[int]
+) -> None:
+    assert edit_config(tmp_path, eos_token=eos_token).eos_token_ids == expected
+
+
 # ---- chat templates -------------------------------------------------------------------------
 
 
