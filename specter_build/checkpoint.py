@@ -93,6 +93,7 @@ class Checkpoint:
         config: what the model is.
         dense_dtype: of the resident tensors as stored, those in fp8 aside.
         expert_numbers: how the routed experts are stored.
+        left_out: names of tensors that no bundle has: those of multi-token prediction.
         files: every file of the checkpoint that the bundle depends on.
     """
 
@@ -110,9 +111,11 @@ class Checkpoint:
         self._headers = read_headers(folder)
         num_mtp_layers = int(raw.get("num_nextn_predict_layers") or 0)
         self._quantization = read_quantization(raw, self.family)
-        self._sources = _Resolver(
+        resolver = _Resolver(
             folder, self.family, self.config, self._quantization, self._headers, num_mtp_layers
-        ).resolve()
+        )
+        self._sources = resolver.resolve()
+        self.left_out: tuple[str, ...] = resolver.left_out
         self._check_tied_head()
         self.expert_numbers = self._expert_numbers()
         self.dense_dtype = SUPPORTED_DTYPES[
@@ -248,6 +251,10 @@ class _Resolver:
                 self._stored[name] = (path, entry)
         self._used: set[str] = set()
         self._missing: list[str] = []
+        mtp = self._mtp_pattern()
+        self.left_out = tuple(sorted(name for name in self._stored if mtp.fullmatch(name)))
+        if self.left_out:
+            logger.info("left out, multi-token prediction: %s", name_list(self.left_out))
 
     def resolve(self) -> dict[str, _Source]:
         """Bundle name -> source, for all tensors of the model."""
@@ -268,7 +275,7 @@ class _Resolver:
             path, entry = self._stored[head]
             sources[head] = _Source(path, head, entry.dtype)
             self._used.add(head)
-        self._raise_problems()
+        self._raise_problems(sources)
         return sources
 
     def _find(
@@ -383,12 +390,11 @@ class _Resolver:
             )
         return path, entry
 
-    def _raise_problems(self) -> None:
+    def _raise_problems(self, sources: Mapping[str, _Source]) -> None:
         ignored = [re.compile(pattern) for pattern in self._family.ignored]
-        ignored += [self._mtp_pattern()]
         unexpected = sorted(
             name
-            for name in self._stored.keys() - self._used
+            for name in self._stored.keys() - self._used - set(self.left_out)
             if not any(pattern.fullmatch(name) for pattern in ignored)
         )
         if self._missing:
@@ -397,7 +403,7 @@ class _Resolver:
                 self._problems.append("config.json says tie_word_embeddings: false")
         if unexpected:
             self._problems.append(f"tensors that the model does not have: {name_list(unexpected)}")
-        self._check_one_dtype()
+        self._check_one_dtype(sources)
         if self._problems:
             raise CheckpointError(f"{self._folder}: " + "; ".join(self._problems))
 
@@ -405,20 +411,16 @@ class _Resolver:
         """Layers behind the last one, which predict further tokens: not used at run time."""
         first = self._config.num_hidden_layers
         extra = "|".join(str(first + i) for i in range(self._num_mtp_layers))
-        pattern = re.compile(rf"model\.layers\.({extra})\..*" if extra else r"(?!)")
-        dropped = [name for name in self._stored if pattern.fullmatch(name)]
-        if dropped:
-            logger.info("left out: %d tensors of multi-token prediction layers", len(dropped))
-        return pattern
+        return re.compile(rf"model\.layers\.({extra})\..*" if extra else r"(?!)")
 
-    def _check_one_dtype(self) -> None:
+    def _check_one_dtype(self, sources: Mapping[str, _Source]) -> None:
         """Experts of one checkpoint share a dtype: slots and shards have one size."""
         dtypes: dict[str, set[str]] = {}
-        for name in self._used:
+        for name, source in sources.items():
             if ".experts." in name:
                 is_scale = name.endswith((FP8_SCALE_SUFFIX, MXFP4_SUFFIXES[1]))
                 kind = "scales" if is_scale else "biases" if name.endswith("bias") else "matrices"
-                dtypes.setdefault(kind, set()).add(self._stored[name][1].dtype)
+                dtypes.setdefault(kind, set()).add(source.dtype)
         for kind, found in sorted(dtypes.items()):
             if len(found) > 1:
                 self._problems.append(
@@ -450,6 +452,11 @@ def read_headers(folder: Path) -> dict[Path, Header]:
     outside = [name for name in names if Path(name).name != name]
     if outside:
         raise CheckpointError(f"{index_path}: files outside the folder: {name_list(outside)}")
+    if (folder / SINGLE_FILE).is_file() and SINGLE_FILE not in names:
+        raise CheckpointError(
+            f"{folder}: there are both {SINGLE_FILE} and {INDEX_FILE}, which does not name it; "
+            "remove the one that is not the model"
+        )
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise CheckpointError(f"{index_path}: names files that are missing: {name_list(absent)}")

@@ -139,7 +139,9 @@ def conclude(
     asked = recipe.settings()["draft"]
     if draft.is_calibrated:
         asked["min_tokens"] = draft.required_tokens(config.moe_intermediate_size)
-    report = make_report(config, layers, heads, asked, inputs.bits, sizes, calibration)
+    report = make_report(
+        config, checkpoint.left_out, layers, heads, asked, inputs.bits, sizes, calibration
+    )
     shape = (num_sequences, -1, config.num_experts_per_tok)
     evidence = Evidence(
         routes={i: profile.target.selected_experts.view(shape) for i, profile in profiles.items()},

@@ -91,6 +91,7 @@ def summarize_layer(
 
 def make_report(
     config: ModelConfig,
+    left_out: Sequence[str],
     layers: list[dict[str, Any]],
     heads: HeadComparison,
     draft: Mapping[str, Any],
@@ -102,6 +103,7 @@ def make_report(
 
     Args:
         config: the model.
+        left_out: names of the checkpoint's tensors that are in no bundle.
         layers: of ``summarize_layer``, in order.
         heads: next-token predictions of both streams.
         draft: the recipe's draft section.
@@ -159,6 +161,7 @@ def make_report(
             for hits in zip(*(layer["lru_hit_curve"] for layer in layers), strict=True)
         ],
         "sizes": dict(sizes),
+        "left_out_tensors": list(left_out),
         "layers": layers,
     }
 
@@ -194,13 +197,19 @@ def describe(report: Mapping[str, Any], num_draft_tokens: int, timings: Mapping[
             f"experts      entropy {report['normalized_entropy']:.3f} of uniform, "
             f"{report['num_experts_never_reached']} never reached",
             f"sizes        dense {format_bytes(sizes['dense_bytes'])}, draft "
-            f"{format_bytes(sizes['draft_bytes'])}, shards {format_bytes(sizes['shard_bytes'])}",
+            f"{format_bytes(sizes['draft_bytes'])}, shards {format_bytes(sizes['shard_bytes'])}"
+            f"{_describe_left_out(report['left_out_tensors'])}",
             f"plan         {memory['num_slots']} slots of {format_bytes(memory['slot_bytes'])} in "
             f"{format_bytes(memory['budget_bytes'])}, {num_draft_tokens} draft tokens",
             f"build        {timings['wall_seconds']:.1f} s, peak memory "
             f"{format_bytes(timings['peak_memory_bytes'])} with interpreter and libraries",
         ]
     )
+
+
+def _describe_left_out(names: Sequence[str]) -> str:
+    """How many tensors of the checkpoint are in no bundle, if any."""
+    return f"; {len(names)} tensors of multi-token prediction left out" if names else ""
 
 
 def _describe_fallback(draft: Mapping[str, Any]) -> str:

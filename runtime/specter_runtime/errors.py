@@ -7,6 +7,8 @@ exits with code 2.
 Called by: everything.
 """
 
+from collections.abc import Sequence
+
 
 class SpecterError(Exception):
     """Something the user can act on: bad input, a broken file, too little memory."""
@@ -28,7 +30,7 @@ class CapacityError(SpecterError):
     """A budget (memory, disk, context length) is too small; the message states the minimum."""
 
 
-def name_list(names: list[str], limit: int = 10) -> str:
+def name_list(names: Sequence[str], limit: int = 10) -> str:
     """Join names for a message: the first ``limit`` of them and a count of the rest."""
     shown = ", ".join(repr(name) for name in names[:limit])
     rest = len(names) - limit

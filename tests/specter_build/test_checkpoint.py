@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 
 from specter_build.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from specter_runtime.errors import CheckpointError
 from specter_runtime.experts import ExpertKey, expert_shapes
-from tests.checkpoints import FAMILIES, fuse_experts, make_checkpoint
+from tests.checkpoints import COMMON, FAMILIES, fuse_experts, make_checkpoint
 
 SMALL: Mapping[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -169,6 +170,60 @@ def test_files_are_the_weights_and_what_the_bundle_takes_over(many_files: Path) 
 def test_shard_that_the_index_does_not_name_is_not_read(many_copy: Path) -> None:
     (many_copy / "stray.safetensors").write_bytes(b"not safetensors at all")
     assert "stray.safetensors" not in {path.name for path in Checkpoint(many_copy).files}
+
+
+def test_weights_in_both_forms_are_refused(many_files: Path, single_copy: Path) -> None:
+    """transformers would take the single file, others the index: they may be of two versions."""
+    assert SINGLE_FILE not in {path.name for path in many_files.iterdir()}
+    for path in many_files.glob("model*"):
+        shutil.copyfile(path, single_copy / path.name)
+    message = refusal(single_copy)
+    assert f"there are both {SINGLE_FILE} and {INDEX_FILE}" in message
+
+
+def test_single_file_that_an_index_names_is_read_with_its_side_car(single_copy: Path) -> None:
+    tensors = load_file(single_copy / SINGLE_FILE)
+    save_file({QUERY: tensors[QUERY]}, single_copy / "side-car.safetensors")
+    change_tensors(single_copy / SINGLE_FILE, lambda t: t.pop(QUERY))
+    files = dict.fromkeys(tensors, SINGLE_FILE) | {QUERY: "side-car.safetensors"}
+    (single_copy / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
+    assert_same_bits(all_tensors(Checkpoint(single_copy)), tensors)
+
+
+def add_mtp_layer(folder: Path) -> list[str]:
+    """Layers behind the last one, as DeepSeek-V3 and GLM-4.5 have them; of another dtype."""
+    names = [
+        f"model.layers.2.{name}" for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")
+    ]
+    added = {name: torch.ones(4, 4, dtype=torch.float16) for name in names}
+    change_tensors(folder / SINGLE_FILE, lambda tensors: tensors.update(added))
+    return names
+
+
+def test_tensors_of_multi_token_prediction_are_left_out_and_named(
+    single_copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = load_file(single_copy / SINGLE_FILE)
+    assert Checkpoint(single_copy).left_out == ()
+    names = add_mtp_layer(single_copy)
+    change_json(single_copy / "config.json", lambda c: c.update(num_nextn_predict_layers=1))
+    with caplog.at_level("INFO"):
+        checkpoint = Checkpoint(single_copy)
+    assert checkpoint.left_out == tuple(sorted(names))
+    assert_same_bits(all_tensors(checkpoint), expected)
+    assert all(name in caplog.text for name in names)
+
+
+@pytest.mark.parametrize("num_layers", [None, 0])
+def test_layers_that_the_config_does_not_name_are_refused(
+    single_copy: Path, num_layers: int | None
+) -> None:
+    names = add_mtp_layer(single_copy)
+    change_json(
+        single_copy / "config.json", lambda c: c.update(num_nextn_predict_layers=num_layers)
+    )
+    message = refusal(single_copy)
+    assert all(repr(name) in message for name in names)
 
 
 def test_buffers_of_old_exports_are_ignored(single_copy: Path) -> None:
@@ -324,6 +379,16 @@ def test_wrong_fused_tensor_is_refused_by_name(
     message = refusal(single_copy)
     for part in parts:
         assert part in message
+
+
+def test_fused_experts_of_two_dtypes_are_refused_whatever_they_are_called(tmp_path: Path) -> None:
+    """Granite's names hold no "experts"."""
+    config = GraniteMoeConfig(**{**COMMON, **SMALL}, intermediate_size=48, num_local_experts=8)
+    GraniteMoeForCausalLM(config).save_pretrained(tmp_path)
+    assert Checkpoint(tmp_path).expert_numbers.dtype == "float32"
+    name = "model.layers.1.block_sparse_moe.output_linear.weight"
+    change_tensors(tmp_path / SINGLE_FILE, lambda t: t.update({name: t[name].to(torch.bfloat16)}))
+    assert "matrices of routed experts have several dtypes: BF16, F32" in refusal(tmp_path)
 
 
 def test_tensor_under_two_spellings_is_refused(tmp_path: Path) -> None:
@@ -524,6 +589,28 @@ def test_rope_scaling_beside_rope_parameters_is_not_ignored(single_copy: Path) -
         both = Checkpoint(single_copy).config
         change_json(config, lambda c: c.pop("rope_parameters"))
         assert both == Checkpoint(single_copy).config
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+OLD_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+SCALED: Mapping[str, Mapping[str, Any]] = {
+    "rope_parameters": {"rope_parameters": {**YARN, "rope_theta": 777.0}},
+    "rope_scaling": {"rope_parameters": None, "rope_theta": 777.0, "rope_scaling": YARN},
+    "rope_scaling, type": {"rope_parameters": None, "rope_theta": 777.0, "rope_scaling": OLD_YARN},
+    "both": {"rope_parameters": {"rope_theta": 777.0}, "rope_scaling": YARN},
+}
+
+
+@pytest.mark.parametrize("fields", SCALED.values(), ids=SCALED)
+def test_yarn_is_the_same_in_every_spelling(single_copy: Path, fields: Mapping[str, Any]) -> None:
+    config = single_copy / "config.json"
+    plain = Checkpoint(single_copy).config.rope
+    change_json(config, lambda c: c.update(SCALED["rope_parameters"]))
+    expected = Checkpoint(single_copy).config.rope
+    assert expected.attention_factor != plain.attention_factor == 1.0
+    assert expected.inverse_frequencies != plain.inverse_frequencies
+    change_json(config, lambda c: (c.pop("rope_parameters"), c.update(fields)))
+    assert Checkpoint(single_copy).config.rope == expected
 
 
 def test_config_that_disagrees_with_the_tensors_is_refused(single_copy: Path) -> None:

@@ -68,6 +68,7 @@ def test_report_has_every_promised_field(report: Json) -> None:
         "num_experts_never_reached",
         "lru_hit_curve",
         "sizes",
+        "left_out_tensors",
         "layers",
         "memory",
     }
@@ -269,7 +270,8 @@ def report_of(target: Routing, draft: Routing, agrees: torch.Tensor, config: Mod
     layer = summarize_layer(LayerProfile(target, draft, 0.25), NUM_SEQUENCES, config)
     heads = HeadComparison(agrees, agrees.to(torch.float32))
     sizes = {"dense_bytes": 1, "draft_bytes": 2, "shard_bytes": 3}
-    return make_report(config, [layer], heads, {"bits": 4}, [[4] * NUM_EXPERTS], sizes, {"seed": 0})
+    bits = [[4] * NUM_EXPERTS]
+    return make_report(config, [], [layer], heads, {"bits": 4}, bits, sizes, {"seed": 0})
 
 
 def test_draft_that_is_the_target_has_recall_one_and_is_always_accepted(
