@@ -90,7 +90,7 @@ def _print_estimate(recipe: Recipe, folder: Path) -> None:
     sizes = estimate(recipe, model_folder_for_estimate(recipe, folder))
     destination = (folder / recipe.output).resolve()
     existing_digest(destination)
-    check_disk(sizes.bundle_bytes, destination)
+    check_disk(sizes, destination)
     config = sizes.config
     widths = sorted({width for row in recipe.draft.widths(config) for width in row})
     lines = [

@@ -27,6 +27,9 @@ from specter_runtime.units import format_bytes
 CANDIDATES = (0, 1, 2, 4, 8, 16)
 """Numbers of draft tokens that the planner weighs."""
 
+AUDIT_TOKENS = 48
+"""Context of the audit: ``audit.PROMPT_TOKENS`` and ``audit.NUM_TOKENS``."""
+
 INTERPRETER_BYTES = 400 * 2**20
 """Interpreter, torch and the other libraries, as resident before a build begins."""
 
@@ -42,6 +45,7 @@ class Estimate:
         dtype: of computation.
         memory: number of draft tokens -> division of the runtime's budget.
         bundle_bytes: of the bundle on disk, without JSON.
+        progress_bytes: on disk beside it while it is built.
         build_bytes: resident during the build, at most.
         has_weights: whether weight headers were there to be checked.
     """
@@ -52,6 +56,7 @@ class Estimate:
     dtype: DType
     memory: dict[int, MemoryUse]
     bundle_bytes: int
+    progress_bytes: int
     build_bytes: int
     has_weights: bool
 
@@ -107,7 +112,8 @@ def _estimate(
         dtype=dtype,
         memory=divide_memory(recipe, config, expert_numbers, dtype),
         bundle_bytes=bundle_nbytes(recipe, config, dense_dtype, expert_numbers),
-        build_bytes=build_nbytes(recipe, config, dense_dtype, expert_numbers),
+        progress_bytes=progress_nbytes(recipe, config),
+        build_bytes=build_nbytes(recipe, config, dense_dtype, expert_numbers, dtype),
         has_weights=has_headers,
     )
 
@@ -174,10 +180,59 @@ def _draft_bytes(recipe: Recipe, config: ModelConfig, numbers: ExpertNumbers) ->
     return draft_nbytes(config, bits, draft.group_size, draft.symmetric, numbers)
 
 
+def progress_nbytes(recipe: Recipe, config: ModelConfig) -> int:
+    """Bytes on disk of what a killed build would go on from, without headers.
+
+    Hidden states of both streams in float32, the new ones beside the old; the routes so far.
+    """
+    tokens = recipe.calibration.num_sequences * recipe.calibration.sequence_length
+    return 2 * 2 * 4 * tokens * config.hidden_size + _routes_nbytes(recipe, config)
+
+
 def build_nbytes(
+    recipe: Recipe, config: ModelConfig, dense_dtype: str, numbers: ExpertNumbers, dtype: str
+) -> int:
+    """Bytes resident during the build, at most: while layers are converted, or in the audit."""
+    converting = _converting_nbytes(recipe, config, dense_dtype, numbers)
+    return INTERPRETER_BYTES + max(
+        converting, _audit_nbytes(recipe, config, dense_dtype, numbers, dtype)
+    )
+
+
+def _audit_nbytes(
+    recipe: Recipe, config: ModelConfig, dense_dtype: str, numbers: ExpertNumbers, dtype: str
+) -> int:
+    """Bytes that decoding a few tokens without a draft takes, and the routes.
+
+    Dense tensors of all layers, once more as stored if they are computed with in another dtype.
+    """
+    memory = divide_budget(
+        config,
+        memory_budget_bytes=None,
+        draft_bits=(),
+        group_size=recipe.draft.group_size,
+        symmetric=recipe.draft.symmetric,
+        dtype=dtype,
+        numbers=numbers,
+        max_context_tokens=AUDIT_TOKENS,
+        prompt_chunk_tokens=AUDIT_TOKENS,
+        num_draft_tokens=0,
+        slot_bytes=align_up(expert_nbytes(config, numbers)),
+    )
+    stored = 0 if dtype == dense_dtype else dense_nbytes(config, dense_dtype)
+    return memory.used_bytes + stored + _routes_nbytes(recipe, config)
+
+
+def _routes_nbytes(recipe: Recipe, config: ModelConfig) -> int:
+    """Bytes of both streams' routes through all layers: an int64 and a float32 a choice."""
+    tokens = recipe.calibration.num_sequences * recipe.calibration.sequence_length
+    return 2 * (8 + 4) * tokens * config.num_experts_per_tok * len(config.moe_layers)
+
+
+def _converting_nbytes(
     recipe: Recipe, config: ModelConfig, dense_dtype: str, numbers: ExpertNumbers
 ) -> int:
-    """Bytes resident during the build, at most, whatever the number of layers.
+    """Bytes that converting the last layer takes; all but the routes do not grow with depth.
 
     One layer's experts as stored and quantized, its dense tensors as stored and in float32, the
     tensors of no layer likewise, one expert being quantized (five float32 copies), and calibration:
@@ -190,12 +245,12 @@ def build_nbytes(
     dense = _dense_weights(c, None) + max(_dense_weights(c, i) for i in range(c.num_hidden_layers))
     tokens = recipe.calibration.num_sequences * recipe.calibration.sequence_length
     return (
-        INTERPRETER_BYTES
-        + layer_experts
+        layer_experts
         + layer_draft
         + dense * (DTYPE_BYTES[dense_dtype] + 4)
         + tokens * 4 * (6 * c.hidden_size + 3 * c.num_experts)
         + 5 * 4 * c.expert_num_weights // 3
+        + _routes_nbytes(recipe, config)
     )
 
 
@@ -204,27 +259,48 @@ def _dense_weights(config: ModelConfig, layer: int | None) -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: free memory of the machine or of its control group.
+    """Bytes that this process may still take: free memory of the machine or of its control groups.
 
     Args:
         root: of the file system, for tests.
     """
-    available = _meminfo(root / "proc/meminfo")
-    groups = (
-        (
-            "sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-    )
-    for limit, usage in groups:
+    return min(_meminfo(root / "proc/meminfo"), *map(_group_room, _control_groups(root)))
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """Folders of the memory groups that this process is in: its own and those around it.
+
+    In a container the path that the kernel tells may be that of the host; what is mounted as the
+    outermost folder is then the container's own group.
+    """
+    mounts = {"": root / "sys/fs/cgroup", "memory": root / "sys/fs/cgroup/memory"}  # version 2, 1
+    groups = list(mounts.values())
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for name, mount in mounts.items():
+            if name in controllers.split(","):
+                group = mount / path.strip("/")
+                groups += [group, *(outer for outer in group.parents if mount in outer.parents)]
+    return groups
+
+
+def _group_room(group: Path) -> int:
+    """Bytes below a group's limit; pages of files do not count, they give way."""
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    for limit, usage in names:
         try:
-            folder = root / "sys/fs/cgroup"
-            room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            room = int((group / limit).read_text()) - int((group / usage).read_text())
+            lines = (group / "memory.stat").read_text().splitlines()
         except (OSError, ValueError):  # no such controller, or no limit ("max")
             continue
-        available = min(available, room)
-    return available
+        fields = dict(line.split(" ", 1) for line in lines if " " in line)
+        total = "total_" if "total_inactive_file" in fields else ""
+        return room + sum(int(fields.get(f"{total}{k}_file", 0)) for k in ("inactive", "active"))
+    return 2**63
 
 
 def _meminfo(path: Path) -> int:

@@ -28,6 +28,7 @@ from specter_build.given_draft import BITS, GivenDraft
 from specter_build.quantize_draft import check_method
 from specter_build.quantizers import GridFormat
 from specter_build.recipe import DraftRecipe, Recipe
+from specter_build.write_bundle import work_path
 from specter_runtime import __version__
 from specter_runtime.bundle_loader import file_sha256
 from specter_runtime.errors import CapacityError, CheckpointError, RecipeError
@@ -189,12 +190,15 @@ def model_folder_for_estimate(recipe: Recipe, folder: Path) -> Path:
     return path if path.is_dir() else _download(recipe, folder, ["config.json"])
 
 
-def check_disk(bundle_bytes: int, destination: Path) -> None:
-    """Refuse a build for which the disk has no room."""
+def check_disk(sizes: Estimate, destination: Path) -> None:
+    """Refuse a build for which the disk has no room, beside what an earlier one has left."""
     existing = next(parent for parent in destination.parents if parent.exists())
+    left = sum(path.stat().st_size for path in work_path(destination).rglob("*") if path.is_file())
+    needed = sizes.bundle_bytes + sizes.progress_bytes - left
     free = shutil.disk_usage(existing).free
-    if bundle_bytes > free:
+    if needed > free:
         raise CapacityError(
-            f"output: {destination} needs {format_bytes(bundle_bytes)}, "
+            f"output: {destination} needs {format_bytes(needed)} more, of which "
+            f"{format_bytes(sizes.progress_bytes)} until the build has ended; "
             f"{format_bytes(free)} are free"
         )

@@ -100,7 +100,7 @@ def build(
         report, timings = (read_json(destination / name) for name in (REPORT_FILE, TIMINGS_FILE))
         remove_leftovers(destination)
         return BuildResult(destination, report, plan, timings, was_built=False)
-    check_disk(inputs.estimate.bundle_bytes, destination)
+    check_disk(inputs.estimate, destination)
     with work_folder(destination) as work, torch.inference_mode():
         profiles, heads = convert_layers(inputs, work, on_layer)
         report, plan = conclude(inputs, profiles, heads)
