@@ -16,12 +16,15 @@ from pathlib import Path
 
 import torch
 
+from specter_build.checkpoint import Checkpoint
 from specter_build.open_inputs import Inputs
 from specter_build.profile_routing import COMPUTE_DTYPE, HeadComparison, LayerRunner
 from specter_build.progress import Progress
 from specter_build.quantize_draft import ExpertInputs, draft_tensors, quantize_layer
+from specter_build.quantizers import is_finite
 from specter_build.report import LayerProfile
 from specter_build.split_experts import split_layer
+from specter_runtime.errors import CheckpointError, name_list
 from specter_runtime.experts import ExpertKey, PackedExperts, ResidentExperts
 from specter_runtime.manifest import draft_path, model_path
 from specter_runtime.shards import write_tensors
@@ -50,7 +53,7 @@ def convert_layers(
     for sub_folder in ("model", "draft", "experts"):
         (work / sub_folder).mkdir(exist_ok=True)
     runner = LayerRunner(config, checkpoint.family.bundle_names(), inputs.sequences.shape[1])
-    common = checkpoint.dense_tensors(None)
+    common = _read_dense(checkpoint, None)
     hidden = progress.hidden()
     if hidden is None:
         write_tensors(work / model_path(None), common, {})
@@ -75,6 +78,21 @@ def convert_layers(
     return progress.profiles, runner.compare_heads(*hidden, common)
 
 
+def _read_dense(checkpoint: Checkpoint, layer: int | None) -> dict[str, torch.Tensor]:
+    """The resident tensors of a layer (or of no layer).
+
+    Raises:
+        CheckpointError: naming all that hold NaN or infinity.
+    """
+    tensors = checkpoint.dense_tensors(layer)
+    wrong = [name for name, tensor in tensors.items() if not is_finite(tensor)]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensors hold NaN or infinity: {name_list(wrong)}"
+        )
+    return tensors
+
+
 def _convert_layer(
     inputs: Inputs,
     work: Path,
@@ -84,7 +102,7 @@ def _convert_layer(
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], LayerProfile | None]:
     """Hidden states behind the layer and its profile (None if it is dense); writes its files."""
     checkpoint, config = inputs.checkpoint, inputs.checkpoint.config
-    dense = checkpoint.dense_tensors(index)
+    dense = _read_dense(checkpoint, index)
     write_tensors(work / model_path(index), dense, {})
     layer = runner.bind_layer(index, dense)
     keys = [ExpertKey(index, e) for e in range(config.num_experts) if index in config.moe_layers]

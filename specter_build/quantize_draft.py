@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from specter_build.calibrated_quantizers import hessian, load, quantize_gptq, search_awq_scales
 from specter_build.given_draft import MAX_RELATIVE_ERROR, GivenDraft
-from specter_build.quantizers import GridFormat, round_to_nearest, squared_errors
+from specter_build.quantizers import GridFormat, is_finite, round_to_nearest, squared_errors
 from specter_build.recipe import DraftRecipe
 from specter_runtime.config import ModelConfig
 from specter_runtime.errors import CheckpointError, RecipeError
@@ -110,11 +110,12 @@ def quantize_layer(
     error = total = 0.0
     for key, stored in experts.items():
         bits = widths[key.expert]
-        if not bits:
-            continue
         weights = stored.to(torch.float32)
         form = GridFormat(bits, recipe.group_size, recipe.symmetric, recipe.clip)
         try:
+            _check_finite(weights)
+            if not bits:
+                continue
             if given is None:
                 expert = _quantize_expert(key.expert, weights, form, recipe, inputs)
             else:
@@ -166,6 +167,14 @@ def _quantize_expert(
     if parts is None:
         return _QuantizedExpert(weights, _rounded(weights, form), is_fallback=True)
     return _QuantizedExpert(weights, parts)
+
+
+def _check_finite(weights: ExpertWeights) -> None:
+    """Raise ``ValueError`` naming a matrix or bias that holds NaN or infinity."""
+    for field in fields(weights):
+        tensor = getattr(weights, field.name)
+        if tensor is not None and not is_finite(tensor):
+            raise ValueError(f"{field.name}: the weight holds NaN or infinity")
 
 
 def _taken(weights: ExpertWeights, parts: dict[str, PackedTensor]) -> dict[str, PackedTensor]:

@@ -141,6 +141,12 @@ def squared_errors(weight: torch.Tensor, packed: PackedTensor) -> tuple[float, f
     return float(error.pow(2).sum(dtype=torch.float64)), float(wide.pow(2).sum(dtype=torch.float64))
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of any float dtype holds neither NaN nor infinity."""
+    wide = tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(wide))
+
+
 def _grouped(weight: torch.Tensor, group_size: int) -> torch.Tensor:
     """Float32 ``[N, groups, group_size]``, the last group filled up with zeros."""
     padding = -weight.shape[1] % group_size

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,25 +15,36 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from specter_build import convert_layers, pipeline, write_bundle
+from specter_build import convert_layers, estimate, pipeline, write_bundle
 from specter_build.audit import audit
 from specter_build.checkpoint import Checkpoint
+from specter_build.estimate import Estimate
 from specter_build.open_inputs import open_inputs
 from specter_build.pipeline import BuildResult, build
 from specter_build.quantizers import GridFormat, round_to_nearest
 from specter_build.recipe import Recipe
+from specter_build.report import describe
 from specter_build.split_experts import split_layer
 from specter_build.write_bundle import work_folder
 from specter_runtime import speculative_decoder
 from specter_runtime.acceptance import Acceptance
 from specter_runtime.bundle_loader import file_sha256, load_bundle
-from specter_runtime.errors import BundleError, CapacityError, RecipeError, SpecterError
+from specter_runtime.errors import (
+    BundleError,
+    CapacityError,
+    CheckpointError,
+    RecipeError,
+    SpecterError,
+)
 from specter_runtime.experts import PROJECTIONS, ExpertKey
 from specter_runtime.packed import dequantize
+from specter_runtime.tokenizer import Tokenizer
+from specter_runtime.units import format_bytes
 from tests.checkpoints import make_checkpoint, recipe_dict
 
 SMALL: Mapping[str, Any] = {
@@ -410,16 +423,30 @@ def test_old_bundle_survives_a_replacement_that_fails(
     assert contents(bundle_copy) == before
 
 
-def test_full_disk_in_the_middle_is_an_error_for_people(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 1.0])
+def test_full_disk_in_the_middle_is_an_error_for_people_and_nothing_is_lost(
+    folder: Path, built: BuildResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: float
 ) -> None:
-    def no_space(*_args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    """At the first file that is written, at the last (the manifest), and at some between."""
+    num_files = sum(1 for name in contents(built.destination) if name.endswith(".safetensors"))
+    num_files += len(("plan", "report", "timings", "manifest"))
+    num_files += 2 + 3  # progress: two routed layers, three hidden states
+    failing, written = 1 + round(at * (num_files - 1)), 0
 
-    monkeypatch.setattr(convert_layers, "write_tensors", no_space)
-    with pytest.raises(SpecterError, match="No space left on device"):
-        build(make_recipe(folder, tmp_path / "out" / "bundle"), tmp_path)
-    assert not (tmp_path / "out" / "bundle").exists()
+    def no_space(_file: int) -> None:
+        nonlocal written
+        written += 1
+        if written == failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    output = tmp_path / "out" / "bundle"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_space)
+        with pytest.raises(RecipeError, match=r"out/.*: No space left on device; the build goes"):
+            build(make_recipe(folder, output), tmp_path)
+    assert written == failing
+    assert not output.exists()
+    assert_same_bundle(build(make_recipe(folder, output), tmp_path).destination, built.destination)
 
 
 def test_leftovers_of_a_killed_build_are_removed(folder: Path, tmp_path: Path) -> None:
@@ -488,6 +515,59 @@ def test_disk_without_room_is_refused_with_what_is_needed(
     message = refusal(folder, tmp_path, CapacityError)
     assert f"output: {tmp_path / 'out' / 'bundle'} needs " in message
     assert "1000 B are free" in message
+
+
+def test_what_an_interrupted_build_left_needs_no_room_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a build that fills more than half of a disk could never go on."""
+    recipe = make_recipe(folder, tmp_path / "bundle")
+    interrupt_build(recipe, tmp_path, monkeypatch)
+    left = sum(map(len, contents(tmp_path / ".bundle.building").values()))
+    sizes = open_inputs(recipe, tmp_path).estimate
+    needed = sizes.bundle_bytes + sizes.progress_bytes - left
+    assert 0 < needed < sizes.bundle_bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(CapacityError, match=r"output: .* needs .* more"):
+        build(recipe, tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=needed))
+    assert build(recipe, tmp_path).was_built
+
+
+def test_progress_takes_the_room_that_was_checked(folder: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(folder, tmp_path / "bundle")
+    largest = 0
+
+    def measure(_done: int, _total: int) -> None:
+        nonlocal largest
+        tensors = [
+            tensor
+            for path in (tmp_path / ".bundle.building" / "progress").glob("*.safetensors")
+            for name, tensor in load_file(path).items()
+            if name not in ("next_layer", "relative_error", "fallback_experts")  # a few bytes
+        ]
+        hidden = [tensor.nbytes for tensor in tensors if tensor.ndim == 3]
+        # the next hidden states lie beside the last ones until they take their place
+        largest = max(largest, sum(tensor.nbytes for tensor in tensors) + sum(hidden))
+
+    build(recipe, tmp_path, measure)
+    assert largest == open_inputs(recipe, tmp_path).estimate.progress_bytes
+
+
+def test_build_that_does_not_fit_in_memory_is_refused_with_both_sizes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "available_memory", lambda: 100 * 2**20)
+    message = refusal(folder, tmp_path, CapacityError)
+    needed = open_inputs_unchecked(folder, tmp_path, monkeypatch).build_bytes
+    assert f"needs up to {format_bytes(needed)} of memory, 100.0 MiB are available" in message
+
+
+def open_inputs_unchecked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Estimate:
+    monkeypatch.setattr(estimate, "available_memory", lambda: 2**62)
+    return open_inputs(make_recipe(folder, tmp_path / "bundle"), tmp_path).estimate
 
 
 def test_what_is_needed_on_disk_is_the_tensors_and_some_of_the_headers(
@@ -641,6 +721,35 @@ def test_weight_that_is_no_number_is_refused_and_nothing_published(
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.2.input_layernorm.weight",
+        "model.layers.2.mlp.experts.3.down_proj.weight",
+        "lm_head.weight",
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_tensor_that_is_no_number_is_refused_by_name_and_nothing_published(
+    folder: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    """A router of NaN would choose experts, too, and the audit would find the same ones."""
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(folder / "checkpoint", checkpoint)
+    weights = checkpoint / "model.safetensors"
+    tensors = load_file(weights)
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, weights)
+    output = tmp_path / "out" / "bundle"
+    part = "layer 2, expert 3, down_proj: .*" if ".experts." in name else f".*{re.escape(name)}"
+    with pytest.raises(CheckpointError, match=f"NaN or infinity: {part}|{part}NaN or infinity"):
+        build(make_recipe(folder, output, model=checkpoint), tmp_path)
+    assert not output.exists()
+
+
 def test_context_without_room_for_a_prompt_and_a_token_is_refused_by_key(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -705,10 +814,130 @@ def test_each_stand_in_is_made_of_its_own_expert(folder: Path, built: BuildResul
             assert torch.equal(found, restored), (key, projection)
 
 
-def test_checkpoints_own_files_are_taken_over_unchanged(folder: Path, built: BuildResult) -> None:
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
-        source = folder / "checkpoint" / name
-        assert (built.destination / name).read_bytes() == source.read_bytes()
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("in_file", [True, False], ids=["file of its own", "tokenizer_config.json"])
+def test_checkpoints_own_files_are_taken_over_unchanged(
+    folder: Path, tmp_path: Path, in_file: bool
+) -> None:
+    """End tokens, and the chat template wherever the checkpoint has it."""
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(folder / "checkpoint", checkpoint)
+    if in_file:
+        (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    else:
+        change = {"chat_template": TEMPLATE}
+        change_json(checkpoint / "tokenizer_config.json", lambda c: c.update(change))
+    root = build(make_recipe(folder, tmp_path / "bundle", model=checkpoint), tmp_path).destination
+    names = {path.name for path in checkpoint.iterdir()} - {"model.safetensors"}
+    assert names >= {"config.json", "generation_config.json", "tokenizer.json"}
+    for name in names:
+        assert (root / name).read_bytes() == (checkpoint / name).read_bytes()
+    chat = [{"role": "user", "content": "ab"}]
+    assert Tokenizer(root).encode_chat(chat) == Tokenizer(checkpoint).encode_chat(chat)
+    assert Tokenizer(root).encode_chat(chat).count(256) == 1
+
+
+def test_tensors_that_are_left_out_are_in_the_report(folder: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(folder / "checkpoint", checkpoint)
+    name = "model.layers.3.eh_proj.weight"
+    weights = checkpoint / "model.safetensors"
+    save_file(load_file(weights) | {name: torch.ones(4, 4)}, weights)
+    change_json(checkpoint / "config.json", lambda c: c.update(num_nextn_predict_layers=1))
+    result = build(make_recipe(folder, tmp_path / "bundle", model=checkpoint), tmp_path)
+    assert result.report["left_out_tensors"] == [name]
+    assert "1 tensors of multi-token prediction" in describe(result.report, 4, result.timings)
+
+
+def test_routes_are_those_that_transformers_takes(folder: Path, built: BuildResult) -> None:
+    """Calibration that routed otherwise would look all right and be of another model."""
+    routes = load_file(built.destination / "routes.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", dtype=torch.float32).eval()
+    with torch.no_grad():
+        out = model(routes["token_ids"].to(torch.int64), output_router_logits=True)
+    assert len(out.router_logits) == 2
+    for logits, chosen in zip(out.router_logits, routes["target.selected_experts"], strict=True):
+        ours = logits.view(NUM_SEQUENCES, NUM_TOKENS, -1).gather(-1, chosen.to(torch.int64))
+        best = logits.view(NUM_SEQUENCES, NUM_TOKENS, -1).topk(PER_TOKEN).values
+        # Equal but for rounding: two experts may change places when they are this near.
+        assert torch.allclose(ours.sort(descending=True).values, best, rtol=0, atol=1e-3)
+        assert best.std() > 0.1
+
+
+Figure = Callable[[Path], object]
+
+
+def file(name: str) -> Figure:
+    return lambda root: (root / name).read_bytes()
+
+
+def figure(name: str, *keys: str) -> Figure:
+    def read(root: Path) -> object:
+        value = json.loads((root / name).read_text())
+        for key in keys:
+            value = value[key]
+        return value
+
+    return read
+
+
+DRAFT, ROUTES = file("draft/layer-001.safetensors"), file("routes.safetensors")
+PREDICTED = figure("plan.json", "predicted")
+EFFECTS: dict[str, tuple[Any, Figure]] = {
+    "draft.bits": (3, DRAFT),
+    "draft.group_size": (8, DRAFT),
+    "draft.symmetric": (False, DRAFT),
+    "draft.clip": ("mse", DRAFT),
+    "calibration.files": (["other.txt"], ROUTES),
+    "calibration.num_sequences": (3, ROUTES),
+    "calibration.sequence_length": (16, ROUTES),
+    "calibration.seed": (1, ROUTES),
+    "plan.memory_budget": ("3MiB", figure("plan.json", "num_slots")),
+    "plan.max_context_tokens": (128, figure("report.json", "memory", "kv_cache_bytes")),
+    "plan.num_draft_tokens": (2, PREDICTED),
+    "plan.dtype": ("bfloat16", figure("report.json", "memory", "dense_bytes")),
+    "hardware.link_bytes_per_second": (1e6, PREDICTED),
+    "hardware.link_latency_seconds": (1.0, PREDICTED),
+    "hardware.memory_bytes_per_second": (1e8, PREDICTED),
+    "hardware.pass_overhead_seconds": (1.0, PREDICTED),
+}
+"""Key -> another value, and what it changes; what is merely recorded of a recipe does not count."""
+
+TESTED_ELSEWHERE = {"draft.method", "draft.min_tokens", "draft.source"}
+
+
+@pytest.fixture(scope="module")
+def scarce(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> BuildResult:
+    """A bundle planned for room for five of its eight experts. Read only."""
+    output = tmp_path_factory.mktemp("scarce") / "bundle"
+    (memory,) = open_inputs(make_recipe(folder, output), output.parent).estimate.memory.values()
+    budget = memory.used_bytes - (memory.num_slots - 5) * memory.slot_bytes
+    return build(make_recipe(folder, output, plan={"memory_budget": budget}), output.parent)
+
+
+@pytest.mark.parametrize("key", EFFECTS)
+def test_every_key_of_a_recipe_has_an_effect(
+    folder: Path, scarce: BuildResult, tmp_path: Path, key: str
+) -> None:
+    value, effect = EFFECTS[key]
+    (tmp_path / "other.txt").write_text((folder / "text.txt").read_text().upper())
+    section, name = key.split(".")
+    sections: dict[str, Any] = {"plan": {"memory_budget": scarce.plan.memory_budget_bytes}}
+    sections[section] = sections.get(section, {}) | {name: value}
+    result = build(make_recipe(folder, tmp_path / "bundle", **sections), tmp_path)
+    assert effect(result.destination) != effect(scarce.destination)
+
+
+def test_no_key_of_a_recipe_is_left_untested() -> None:
+    keys = {
+        f"{section}.{name}"
+        for section, field in Recipe.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        for name in field.annotation.model_fields
+    }
+    assert keys == {*EFFECTS, *TESTED_ELSEWHERE}
 
 
 def test_manifest_lists_every_file_with_size_and_hash(built: BuildResult) -> None:

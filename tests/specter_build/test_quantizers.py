@@ -7,8 +7,10 @@ Notation of the bounds: a group has ``2 ** bits`` levels, ``s`` is the scale tha
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specter_build.quantize_draft import QuantizedLayer, draft_tensors, quantize_layer
-from specter_build.quantizers import GridFormat, round_to_nearest, squared_errors
+from specter_build.quantizers import GridFormat, is_finite, round_to_nearest, squared_errors
 from specter_build.recipe import DraftRecipe
 from specter_runtime.errors import CheckpointError
 from specter_runtime.experts import PROJECTIONS, ExpertKey, ExpertWeights
@@ -316,6 +318,43 @@ def test_layer_of_zeros_has_no_error() -> None:
 def test_layer_without_routed_experts_has_no_stand_ins() -> None:
     quantized = quantize_experts({}, 4)
     assert (quantized.packed, quantized.relative_error) == ({}, 0.0)
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(ExpertWeights)])
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weight_that_is_no_number_is_refused_with_or_without_a_stand_in(
+    name: str, bits: int, dtype: torch.dtype
+) -> None:
+    """A bias is not quantized, an expert of 0 bits is not at all: they are looked at as well."""
+    biases = [torch.zeros(24), torch.zeros(24), torch.zeros(20)]
+    expert = ExpertWeights(
+        *(w.to(dtype) for w in (*make_experts(1)[ExpertKey(3, 0)].tensors().values(), *biases))
+    )
+    recipe = DraftRecipe.model_validate({"bits": 4, "group_size": 16})
+    experts = {ExpertKey(3, 0): make_experts(1)[ExpertKey(3, 0)], ExpertKey(3, 1): expert}
+    quantize_layer(experts, recipe, [4, bits], None)
+    getattr(expert, name).view(-1)[-1] = -math.inf
+    with pytest.raises(CheckpointError, match=f"layer 3, expert 1, {name}: .*NaN or infinity"):
+        quantize_layer(experts, recipe, [4, bits], None)
+
+
+@pytest.mark.parametrize(
+    ("bad", "dtype"),
+    [
+        (math.nan, torch.float8_e4m3fn),  # it has no infinity
+        *itertools.product(
+            (math.nan, math.inf, -math.inf), (torch.float32, torch.bfloat16, torch.float16)
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_is_found_in_every_dtype(bad: float, dtype: torch.dtype) -> None:
+    tensor = torch.linspace(-400, 400, 60).view(3, 20).to(dtype)
+    assert is_finite(tensor)
+    bits = tensor.to(torch.float32)
+    bits[1, 7] = bad
+    assert not is_finite(bits.to(dtype))
 
 
 def test_weight_that_is_no_number_is_refused_by_layer_expert_and_projection() -> None:
