@@ -23,6 +23,7 @@ import torch
 from specter_runtime.acceptance import Acceptance, accept_greedy, rejection_sample
 from specter_runtime.config import GenerationLimits, SamplingConfig
 from specter_runtime.draft_engine import Draft, Drafter
+from specter_runtime.errors import SpecterError
 from specter_runtime.experts import ExpertProvider
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.metrics import DecodeStats
@@ -150,6 +151,11 @@ class SpeculativeDecoder:
         draft: Draft,
         logits: torch.Tensor,  # [n + 1, V]
     ) -> Acceptance:
+        if not torch.isfinite(logits[0]).all():
+            raise SpecterError(
+                f"the model's logits are not finite: it does not compute in {self._model.dtype}; "
+                "choose another dtype"
+            )
         if self._sampling.is_greedy:
             return accept_greedy(draft.token_ids, logits.argmax(dim=-1).tolist())
         target_probs = probabilities(logits, self._sampling)

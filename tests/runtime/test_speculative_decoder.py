@@ -14,18 +14,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scipy import stats
 
 from specter_build.quantize_draft import quantize_layer
 from specter_build.recipe import DraftRecipe
 from specter_runtime.config import GenerationLimits, RuntimeConfig, SamplingConfig
 from specter_runtime.draft_engine import Draft, Drafter, RoutingObserver, SelfDrafter
+from specter_runtime.errors import SpecterError
 from specter_runtime.experts import ExpertProvider, ExpertWeights, PackedExperts
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.session import Session
 from specter_runtime.speculative_decoder import SpeculativeDecoder
 from tests import oracles
-from tests.models import OpenModel, cache_contents, random_model, same_bits
+from tests.checkpoints import make_checkpoint
+from tests.models import OpenModel, cache_contents, open_model, random_model, same_bits
 
 PROMPT = [7, 3, 11]
 NUM_TOKENS = 12
@@ -53,6 +56,28 @@ def quantized(target: OpenModel) -> PackedExperts:
 def expected(target: OpenModel) -> list[int]:
     """The target's greedy tokens, one row at a time, without the decoder."""
     return list(itertools.islice(greedy_tokens(target, PROMPT), NUM_TOKENS))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingConfig(temperature=1.0)], ids=str)
+def test_model_that_overflows_its_dtype_is_an_error_and_no_nonsense(
+    tmp_path: Path, sampling: SamplingConfig
+) -> None:
+    """Weights that bfloat16 holds and float16 does not."""
+    make_checkpoint(tmp_path, dtype=torch.bfloat16, num_hidden_layers=1, hidden_size=32)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"][5, 3] = 1e5
+    save_file(tensors, path)
+    limits = GenerationLimits(3)
+    for dtype in (torch.bfloat16, torch.float16):
+        opened = open_model(tmp_path, dtype)
+        drafter = SelfDrafter(opened.model, opened.experts, ())
+        decoder, _ = make_decoder(opened, drafter, 2, sampling)
+        if dtype == torch.bfloat16:
+            assert sum(map(len, decoder.generate(PROMPT, limits))) == 3
+        else:
+            with pytest.raises(SpecterError, match=r"logits are not finite: .* torch\.float16"):
+                list(decoder.generate(PROMPT, limits))
 
 
 def greedy_tokens(target: OpenModel, prompt: list[int]) -> Iterator[int]:
