@@ -191,6 +191,9 @@ def test_estimate_grows_with_depth_by_routes_or_by_what_the_audit_holds(
     deepest = replace(sizes.config, num_hidden_layers=10_000)
     held = dense_nbytes(deepest, "float32")
     assert at_depth(10_000) >= INTERPRETER_BYTES + held + 10_000 * routes
+    calibration = recipe.calibration.model_copy(update={"num_sequences": 5000})
+    recipe, routes = recipe.model_copy(update={"calibration": calibration}), 2500 * routes
+    assert at_depth(NUM_LAYERS + 1) == at_depth(NUM_LAYERS) + routes
     held += dense_nbytes(deepest, "bfloat16")  # as stored, and as computed with
     assert at_depth(10_000, "bfloat16") >= INTERPRETER_BYTES + held + 10_000 * routes
 

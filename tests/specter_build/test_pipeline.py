@@ -349,6 +349,47 @@ def test_what_an_interrupted_build_of_other_inputs_left_is_not_used(
     assert_same_bundle(result.destination, built.destination)
 
 
+@pytest.mark.parametrize(
+    ("name", "occurrence"),
+    [
+        ("model/common.safetensors", 1),
+        ("model/layer-002.safetensors", 1),
+        ("draft/layer-002.safetensors", 1),
+        ("experts/layer-002/expert-001.safetensors", 1),
+        ("progress/layer-002.safetensors", 1),
+        ("progress/hidden.safetensors", 1),
+        ("progress/hidden.safetensors", 2),  # it replaces the first
+        ("routes.safetensors", 1),
+        ("plan.json", 1),
+        ("manifest.json", 1),
+    ],
+)
+def test_half_a_file_that_an_interrupted_build_left_is_not_used(
+    folder: Path,
+    built: BuildResult,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    occurrence: int,
+) -> None:
+    count = 0
+
+    def interrupt_halfway(file: int) -> None:
+        nonlocal count
+        count += name in os.readlink(f"/proc/self/fd/{file}")
+        if count == occurrence:
+            os.ftruncate(file, os.fstat(file).st_size // 2)
+            raise KeyboardInterrupt
+
+    recipe = make_recipe(folder, tmp_path / "bundle")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupt_halfway)
+        with pytest.raises(KeyboardInterrupt):
+            build(recipe, tmp_path)
+    assert not (tmp_path / "bundle").exists()
+    assert_same_bundle(build(recipe, tmp_path).destination, built.destination)
+
+
 def remove_in_part(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Whoever removes a folder is killed when its ``name`` is gone and the rest is still there."""
 
