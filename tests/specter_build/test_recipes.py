@@ -66,6 +66,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any], float]] = {
         2.4e9,
     ),
     "glm-4.5-air": ("glm4_moe", {"head_dim": 128}, 199e9),
+    "smolmoe": (  # as benchmarks/make_smolmoe.py writes it
+        "mixtral",
+        {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "vocab_size": 49152,
+        },
+        5.1e9,
+    ),
 }
 
 
