@@ -235,13 +235,14 @@ def _check_shards(where: Path, manifest: Manifest, keys: list[ExpertKey]) -> Non
     for name, is_there, is_needed in (
         ("experts.numbers.bias_dtype", numbers.bias_dtype, model.expert_bias),
         ("experts.numbers.scale_dtype", numbers.scale_dtype, numbers.dtype == "float8_e4m3fn"),
-        ("model.fp8_block_size", model.fp8_block_size, numbers.dtype == "float8_e4m3fn"),
     ):
         if (is_there is not None) != is_needed:
             raise BundleError(
                 f"{where}: '{name}' is {is_there!r}, which does not go with experts in "
                 f"{numbers.dtype}, {'with' if model.expert_bias else 'without'} biases"
             )
+    if numbers.dtype == "float8_e4m3fn" and model.fp8_block_size is None:
+        raise BundleError(f"{where}: experts in fp8 need 'model.fp8_block_size'")
     if model.fp8_block_size is not None and min(model.fp8_block_size) < 1:
         raise BundleError(f"{where}: 'model.fp8_block_size' must be positive")
     expected = expert_nbytes(model, numbers)

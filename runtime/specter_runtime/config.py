@@ -1,8 +1,9 @@
 """What a model is and how it is run: frozen records with Hugging Face's field names.
 
-``ModelConfig`` holds only what changes the result. The build derives it from a foreign
-``config.json`` through ``specter_build.architectures``; the runtime reads it from the manifest.
-Nothing here is mutated after construction; derived values are properties.
+``ModelConfig`` holds only what changes the result: what is computed and, for fp8, which weights the
+stored codes stand for. The build derives it from a foreign ``config.json`` through
+``specter_build.architectures``; the runtime reads it from the manifest. Nothing here is mutated
+after construction; derived values are properties.
 
 Called by: manifest, model, session.
 """
@@ -109,7 +110,8 @@ class ModelConfig:
         shared_intermediate_size: width of the shared expert; 0 if there is none.
         shared_gate: the shared expert's output is gated by a sigmoid.
         dense_layers: layers whose MLP is dense (``intermediate_size``) instead of routed.
-        fp8_block_size: rows and columns that share a scale, where matrices are stored in fp8.
+        fp8_block_size: rows and columns that share a scale in those matrices that are stored in
+            fp8: all, some or none of them.
     """
 
     model_type: str

@@ -267,6 +267,7 @@ def make_expert(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> Exp
 def _scaled_matrix(
     codes: torch.Tensor, scales: torch.Tensor, config: ModelConfig
 ) -> Fp8Matrix | Mxfp4Matrix:
-    if config.fp8_block_size is None:
+    if codes.dtype != torch.float8_e4m3fn:
         return Mxfp4Matrix(codes, scales)
+    assert config.fp8_block_size is not None, "bundle_loader and checkpoint check this"
     return Fp8Matrix(codes, scales, config.fp8_block_size)

@@ -48,6 +48,23 @@ def fp8(folder: Path, family: str, scale_dtype: torch.dtype, **overrides: Any) -
     store_fp8(folder, BLOCK, scale_dtype)
 
 
+def plain_experts(folder: Path) -> None:
+    """Attention and dense MLP in fp8, routed experts in float32."""
+    make_checkpoint(folder)
+    plain = load_file(folder / "model.safetensors")
+    store_fp8(folder, BLOCK)
+    stored = load_file(folder / "model.safetensors")
+    tensors = {
+        name: plain.get(name, tensor) if ".experts." in name else tensor
+        for name, tensor in stored.items()
+        if not (".experts." in name and name.endswith("_scale_inv"))
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
+    quantization["modules_to_not_convert"] = [f"model.layers.{i}.mlp.experts" for i in range(3)]
+    edit_config(folder, quantization_config=quantization)
+
+
 def mxfp4(folder: Path) -> None:
     shape = {"num_local_experts": 4, "intermediate_size": 96, "head_dim": 16, "sliding_window": 20}
     make_family(folder, "gpt_oss", shape)
@@ -63,6 +80,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "glm4_moe": lambda folder: fp8(
         folder, "glm4_moe", torch.float32, **WIDE, n_routed_experts=8, head_dim=16
     ),
+    "qwen3_moe, experts in float32": plain_experts,
     "gpt_oss, mxfp4": mxfp4,
 }
 
@@ -330,6 +348,7 @@ def test_a_dry_run_from_the_config_alone_knows_the_shards_size(tmp_path: Path) -
         ({"scale_dtype": None}, "'experts.numbers.scale_dtype' is None"),
         ({"bias_dtype": "float32"}, "'experts.numbers.bias_dtype' is 'float32'"),
         ({"dtype": "bfloat16"}, "'experts.numbers.scale_dtype' is 'float32'"),
+        ({}, "experts in fp8 need 'model.fp8_block_size'"),
     ],
     ids=str,
 )
@@ -348,6 +367,8 @@ def test_a_manifest_whose_numbers_do_not_fit_together_is_refused(
     path = tmp_path / "bundle/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["experts"]["numbers"] |= change
+    if not change:
+        manifest["model"]["fp8_block_size"] = None
     path.write_text(json.dumps(manifest))
     with pytest.raises(BundleError, match=message):
         load_bundle(tmp_path / "bundle")
