@@ -154,7 +154,12 @@ def _download(recipe: Recipe, folder: Path, patterns: list[str]) -> Path:
 
     try:
         return Path(
-            snapshot_download(recipe.model, revision=recipe.revision, allow_patterns=patterns)
+            snapshot_download(
+                recipe.model,
+                revision=recipe.revision,
+                allow_patterns=patterns,
+                ignore_patterns=["*/*"],  # a star takes in folders: other formats
+            )
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as exc:
         raise RecipeError(

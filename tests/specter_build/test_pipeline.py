@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from pydantic import BaseModel, ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -718,7 +719,7 @@ def test_missing_tokenizer_is_refused_by_file(folder: Path, tmp_path: Path) -> N
     assert str(checkpoint / "tokenizer.json") in message
 
 
-def test_hub_id_is_downloaded_without_pickles(
+def test_hub_id_is_downloaded_without_pickles_and_folders(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
@@ -731,7 +732,10 @@ def test_hub_id_is_downloaded_without_pickles(
     recipe = make_recipe(folder, tmp_path, model="org/name").model_copy(update={"revision": "v1"})
     inputs = open_inputs(recipe, tmp_path)
     assert (asked["name"], asked["revision"]) == ("org/name", "v1")
-    assert not any("bin" in pattern or ".pt" in pattern for pattern in asked["allow_patterns"])
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    others = ["pytorch_model.bin", "original/model.safetensors", "metal/model.bin", "a.pt"]
+    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects(wanted + others, **patterns)) == wanted
     assert inputs.checkpoint.folder == folder / "checkpoint"
 
 
