@@ -5,15 +5,12 @@ Called by: open_inputs, cli.  Next: specter_runtime.memory.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specter_build.architectures import find_architecture, read_config, read_quantization
-from specter_build.checkpoint import SUPPORTED_DTYPES, Checkpoint, has_weights
+from specter_build.checkpoint import SUPPORTED_DTYPES, Checkpoint, has_weights, read_json_object
 from specter_build.recipe import Recipe
 from specter_runtime.config import DTYPE_BYTES, DType, ExpertNumbers, ModelConfig
 from specter_runtime.errors import CapacityError, RecipeError
@@ -70,10 +67,7 @@ def estimate(recipe: Recipe, model_folder: Path) -> Estimate:
     if has_weights(model_folder):
         return estimate_checkpoint(recipe, Checkpoint(model_folder))
     path = model_folder / "config.json"
-    try:
-        raw: Mapping[str, Any] = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as exc:
-        raise RecipeError(f"model: {path}: cannot be read: {exc}") from exc
+    raw = read_json_object(path)
     named = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     stored = next((dtype for dtype in SUPPORTED_DTYPES.values() if dtype == named), None)
     if stored is None:

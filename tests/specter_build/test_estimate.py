@@ -23,6 +23,7 @@ from specter_build.estimate import (
 )
 from specter_build.pipeline import build
 from specter_build.recipe import Recipe
+from specter_runtime.errors import CheckpointError
 from specter_runtime.memory import dense_nbytes
 from tests.checkpoints import make_checkpoint, recipe_dict
 
@@ -196,6 +197,12 @@ def test_estimate_grows_with_depth_by_routes_or_by_what_the_audit_holds(
     assert at_depth(NUM_LAYERS + 1) == at_depth(NUM_LAYERS) + routes
     held += dense_nbytes(deepest, "bfloat16")  # as stored, and as computed with
     assert at_depth(10_000, "bfloat16") >= INTERPRETER_BYTES + held + 10_000 * routes
+
+
+def test_a_config_that_is_no_object_is_refused(deep: tuple[Recipe, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a JSON object, found list"):
+        estimate(deep[0], tmp_path)
 
 
 def test_audit_decodes_as_many_tokens_as_were_estimated() -> None:
