@@ -109,7 +109,7 @@ class Checkpoint:
         self.family: Architecture = find_architecture(raw, str(config_path))
         self.config: ModelConfig = read_config(raw, str(config_path))
         self._headers = read_headers(folder)
-        num_mtp_layers = int(raw.get("num_nextn_predict_layers") or 0)
+        num_mtp_layers = _num_mtp_layers(raw, config_path)
         self._quantization = read_quantization(raw, self.family)
         resolver = _Resolver(
             folder, self.family, self.config, self._quantization, self._headers, num_mtp_layers
@@ -207,12 +207,26 @@ class Checkpoint:
         names = self.family.bundle_names()
         head, embedding = names["lm_head"], names["embed_tokens"]
         if self.config.tie_word_embeddings and head in self._sources:
-            if not torch.equal(self.tensor(head), self.tensor(embedding)):
+            pair = self.tensor(head), self.tensor(embedding)
+            if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
                 raise CheckpointError(
                     f"{self._sources[head].file}: tensor {head!r} differs from {embedding!r}, but "
                     "config.json says tie_word_embeddings: true; one of them is wrong"
                 )
             del self._sources[head]
+
+
+def _num_mtp_layers(raw: Mapping[str, Any], path: Path) -> int:
+    """Layers behind the last one; raises ``CheckpointError`` if that is no number."""
+    for key in ("num_nextn_predict_layers", "num_mtp_modules"):
+        value = raw.get(key)
+        if value is not None:
+            if type(value) is not int or value < 0:
+                raise CheckpointError(
+                    f"{path}: {key} is {value!r:.80}, expected a number of layers"
+                )
+            return value
+    return 0
 
 
 def _suffixes(quantization: StoredQuantization | None) -> tuple[str, str]:
@@ -251,8 +265,7 @@ class _Resolver:
                 self._stored[name] = (path, entry)
         self._used: set[str] = set()
         self._missing: list[str] = []
-        mtp = self._mtp_pattern()
-        self.left_out = tuple(sorted(name for name in self._stored if mtp.fullmatch(name)))
+        self.left_out = tuple(sorted(filter(self._is_mtp, self._stored)))
         if self.left_out:
             logger.info("left out, multi-token prediction: %s", name_list(self.left_out))
 
@@ -292,7 +305,8 @@ class _Resolver:
             return
         if len(found) > 1:
             self._problems.append(f"tensors {name_list(found)} are the same one, stored twice")
-        block = self._config.fp8_block_size if len(shape) == 2 else None
+        is_matrix = len(shape) == 2 and role != "embed_tokens"  # rows of which are looked up
+        block = self._config.fp8_block_size if is_matrix else None
         dtypes = (*SUPPORTED_DTYPES, FP8_DTYPE) if block else tuple(SUPPORTED_DTYPES)
         path, entry = self._check(found[0], shape, dtypes)
         sources[spellings[0]] = _Source(path, found[0], entry.dtype)
@@ -407,11 +421,15 @@ class _Resolver:
         if self._problems:
             raise CheckpointError(f"{self._folder}: " + "; ".join(self._problems))
 
-    def _mtp_pattern(self) -> re.Pattern[str]:
-        """Layers behind the last one, which predict further tokens: not used at run time."""
-        first = self._config.num_hidden_layers
-        extra = "|".join(str(first + i) for i in range(self._num_mtp_layers))
-        return re.compile(rf"model\.layers\.({extra})\..*" if extra else r"(?!)")
+    def _is_mtp(self, name: str) -> bool:
+        """Whether a tensor predicts further tokens, in layers behind the last one or by its name.
+
+        Not used at run time.
+        """
+        layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
+        if layer and 0 <= int(layer[1]) - self._config.num_hidden_layers < self._num_mtp_layers:
+            return True
+        return any(re.fullmatch(pattern, name) for pattern in self._family.mtp_tensors)
 
     def _check_one_dtype(self, sources: Mapping[str, _Source]) -> None:
         """Experts of one checkpoint share a dtype: slots and shards have one size."""

@@ -47,4 +47,5 @@ ERNIE4_5_MOE = Architecture(
     },
     fused=COMMON_FUSED,
     rope_interleaved=True,
+    mtp_tensors=(r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.\d+\..*",),
 )

@@ -64,6 +64,7 @@ class Architecture:
         rope_interleaved: rotated pairs are neighbours; a config's ``rope_interleave`` overrides.
         alternating_windows: if the config has no ``layer_types``, every other layer has a window.
         ignored: patterns of tensors that hold nothing (buffers of old exports).
+        mtp_tensors: patterns of tensors of multi-token prediction, beside layers behind the last.
     """
 
     model_type: str
@@ -77,6 +78,7 @@ class Architecture:
     rope_interleaved: bool = False
     alternating_windows: bool = False
     ignored: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    mtp_tensors: tuple[str, ...] = ()
 
     def bundle_names(self) -> dict[str, str]:
         """Role -> the one template that names the tensor in a bundle."""

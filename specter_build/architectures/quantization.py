@@ -19,7 +19,9 @@ _WITHOUT_EFFECT = (
     "modules_to_convert",
 )
 _FP8_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "fmt": ("e4m3", None),
+    "fmt": ("e4m3", "float8_e4m3fn", None),
+    "weight_per_tensor": (False, None),
+    "act_per_tensor": (False, None),
     "activation_scheme": ("dynamic", None),
     "scale_fmt": ("float", "ue8m0", None),  # scales are powers of two, or not: they are read
 }

@@ -6,7 +6,7 @@ import contextlib
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from specter_build.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from specter_runtime.errors import CheckpointError
 from specter_runtime.experts import ExpertKey, expert_shapes
 from tests.checkpoints import COMMON, FAMILIES, fuse_experts, make_checkpoint
+from tests.specter_build.test_more_families import CASES, make_family
 
 SMALL: Mapping[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -190,9 +191,9 @@ def test_single_file_that_an_index_names_is_read_with_its_side_car(single_copy: 
     assert_same_bits(all_tensors(Checkpoint(single_copy)), tensors)
 
 
-def add_mtp_layer(folder: Path) -> list[str]:
+def add_mtp_layer(folder: Path, names: Sequence[str] = ()) -> Sequence[str]:
     """Layers behind the last one, as DeepSeek-V3 and GLM-4.5 have them; of another dtype."""
-    names = [
+    names = names or [
         f"model.layers.2.{name}" for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")
     ]
     added = {name: torch.ones(4, 4, dtype=torch.float16) for name in names}
@@ -200,13 +201,16 @@ def add_mtp_layer(folder: Path) -> list[str]:
     return names
 
 
+@pytest.mark.parametrize(
+    "count", [{"num_nextn_predict_layers": 1}, {"num_mtp_modules": 3}, {"num_mtp_modules": 10**9}]
+)
 def test_tensors_of_multi_token_prediction_are_left_out_and_named(
-    single_copy: Path, caplog: pytest.LogCaptureFixture
+    single_copy: Path, count: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = load_file(single_copy / SINGLE_FILE)
     assert Checkpoint(single_copy).left_out == ()
     names = add_mtp_layer(single_copy)
-    change_json(single_copy / "config.json", lambda c: c.update(num_nextn_predict_layers=1))
+    change_json(single_copy / "config.json", lambda c: c.update(count))
     with caplog.at_level("INFO"):
         checkpoint = Checkpoint(single_copy)
     assert checkpoint.left_out == tuple(sorted(names))
@@ -224,6 +228,26 @@ def test_layers_that_the_config_does_not_name_are_refused(
     )
     message = refusal(single_copy)
     assert all(repr(name) in message for name in names)
+
+
+def test_multi_token_prediction_that_a_family_calls_by_other_names_is_left_out(
+    tmp_path: Path,
+) -> None:
+    make_family(tmp_path, *CASES["ernie4_5_moe"])
+    published = ("block.0.mlp.gate", "emb_norm.0", "hidden_norm.0", "linear_proj.0")
+    names = [f"model.mtp_{name}.weight" for name in published]
+    add_mtp_layer(tmp_path, names)
+    assert Checkpoint(tmp_path).left_out == tuple(names)
+    add_mtp_layer(tmp_path, ["model.mtp_other.0.weight"])
+    assert "model.mtp_other.0.weight" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("count", ["one", [1], -1, True, 1.0])
+def test_a_count_of_predicting_layers_that_is_none_is_refused(
+    single_copy: Path, count: object
+) -> None:
+    change_json(single_copy / "config.json", lambda c: c.update(num_nextn_predict_layers=count))
+    assert f"config.json: num_nextn_predict_layers is {count!r}" in refusal(single_copy)
 
 
 def test_buffers_of_old_exports_are_ignored(single_copy: Path) -> None:
@@ -249,8 +273,13 @@ def test_tied_head_that_is_stored_and_equal_is_left_out(tied_copy: Path) -> None
 
 @pytest.mark.parametrize(
     "head",
-    [torch.ones(260, 32), torch.ones(261, 32), torch.ones(260, 32, dtype=torch.int8)],
-    ids=["other values", "other shape", "other dtype"],
+    [
+        torch.ones(260, 32),
+        torch.ones(261, 32),
+        torch.ones(260, 32, dtype=torch.int8),
+        torch.ones(260, 32).to(torch.float8_e4m3fn),
+    ],
+    ids=["other values", "other shape", "other dtype", "fp8"],
 )
 def test_tied_head_that_is_stored_and_different_is_refused(
     tied_copy: Path, head: torch.Tensor

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from specter_build.architectures import ARCHITECTURES, StoredQuantization, read_quantization
 from specter_build.checkpoint import Checkpoint
 from specter_build.estimate import estimate
 from specter_build.pipeline import build
@@ -244,6 +245,79 @@ def test_blocks_that_are_cut_off_at_the_edge_are_read(tmp_path: Path) -> None:
         assert bool(((decoded.down_proj - exact.down_proj).abs() <= bound * (1 + 2**-20)).all())
 
 
+# ---- what is read -------------------------------------------------------------------------------
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any], StoredQuantization]] = {
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        StoredQuantization("fp8", (128, 128)),
+    ),
+    "Qwen3-30B-A3B-FP8": (
+        "qwen3_moe",
+        {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"],
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        StoredQuantization("fp8", (128, 128)),
+    ),
+    "MiniMax-M2": (
+        "minimax_m2",
+        {
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+        StoredQuantization("fp8", (128, 128)),
+    ),
+    "saved by transformers": (
+        "deepseek_v3",
+        {
+            "activation_scheme": "dynamic",
+            "act_per_tensor": False,
+            "dequantize": False,
+            "fmt": "e4m3",
+            "modules_to_not_convert": None,
+            "quant_method": "fp8",
+            "scale_fmt": "float",
+            "weight_block_size": [128, 128],
+            "weight_per_tensor": False,
+        },
+        StoredQuantization("fp8", (128, 128)),
+    ),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        StoredQuantization("mxfp4"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str) -> None:
+    family, quantization, expected = PUBLISHED[name]
+    raw = {"quantization_config": quantization}
+    assert read_quantization(raw, ARCHITECTURES[family]) == expected
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 
@@ -285,6 +359,15 @@ def test_scales_that_do_not_go_with_their_matrices_are_refused(
         assert message in str(raised.value)
 
 
+def test_embeddings_in_fp8_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    store_fp8(tmp_path, BLOCK)
+    name = "model.embed_tokens.weight"
+    edit_tensors(tmp_path, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(CheckpointError, match=f"'{name}' has dtype F8_E4M3, supported are BF16"):
+        Checkpoint(tmp_path)
+
+
 def test_fp8_matrices_that_the_config_knows_nothing_of_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     store_fp8(tmp_path, BLOCK)
@@ -313,6 +396,11 @@ def test_fp8_matrices_that_the_config_knows_nothing_of_are_refused(tmp_path: Pat
             "qwen3_moe",
             {"quant_method": "fp8", "weight_block_size": [8, 8], "kv_cache_scheme": {"bits": 8}},
             "quantization_config.kv_cache_scheme is",
+        ),
+        (
+            "qwen3_moe",
+            {"quant_method": "fp8", "weight_block_size": [8, 8], "weight_per_tensor": True},
+            "quantization_config.weight_per_tensor is True",
         ),
         ("qwen3_moe", {"quant_method": "mxfp4"}, "quant_method 'mxfp4' is not supported for qwen3"),
         ("mixtral", {"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
