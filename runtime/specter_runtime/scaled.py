@@ -67,9 +67,11 @@ class Mxfp4Matrix:
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix that the codes stand for; exact in bfloat16 and float32."""
         values = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
-        pairs = torch.stack((self.blocks & 0xF, self.blocks >> 4), dim=-1).flatten(-2)
-        exponents = self.scales.to(torch.int32) - E8M0_BIAS
-        decoded = torch.ldexp(values[pairs.to(torch.int32)], exponents.unsqueeze(-1))
+        pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # [256, 2]
+        codes = self.blocks.flatten().to(torch.int32)  # an index stands for two weights
+        decoded = pairs.index_select(0, codes).view(*self.scales.shape, MXFP4_BLOCK)
+        del codes
+        decoded.ldexp_(self.scales.to(torch.int32).unsqueeze(-1) - E8M0_BIAS)
         return decoded.flatten(1).to(dtype)
 
 

@@ -18,7 +18,7 @@ from specter_build.recipe import DraftRecipe
 from specter_runtime.acceptance import rejection_sample
 from specter_runtime.config import DTYPE_BYTES, ExpertNumbers, ModelConfig, SamplingConfig
 from specter_runtime.errors import CapacityError
-from specter_runtime.experts import ExpertKey, PackedExperts
+from specter_runtime.experts import ExpertKey, PackedExperts, ScaledExpert
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.memory import (
     MemoryUse,
@@ -27,6 +27,7 @@ from specter_runtime.memory import (
     draft_nbytes,
 )
 from specter_runtime.sampling import probabilities
+from specter_runtime.scaled import Fp8Matrix, Mxfp4Matrix
 from tests.checkpoints import FAMILIES
 from tests.models import OpenModel, open_model, random_model
 
@@ -264,6 +265,26 @@ def test_a_prompt_chunk_at_the_end_of_the_context_fits_the_buffers(roomy: OpenMo
 
     peak, reserved = peak_allocated_bytes(last_chunk), reserved_bytes(roomy, num_draft_tokens=0)
     assert peak <= reserved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_an_expert_as_stored_fits_the_buffers_when_it_is_decoded(
+    kind: str, dtype: torch.dtype
+) -> None:
+    def matrix(num_rows: int, num_columns: int) -> Fp8Matrix | Mxfp4Matrix:
+        if kind == "fp8":
+            scales = torch.ones(num_rows // 128, num_columns // 128)
+            return Fp8Matrix(
+                torch.zeros(num_rows, num_columns).to(torch.float8_e4m3fn), scales, (128, 128)
+            )
+        blocks = torch.zeros(num_rows, num_columns // 32, 16, dtype=torch.uint8)
+        return Mxfp4Matrix(blocks, torch.zeros(num_rows, num_columns // 32, dtype=torch.uint8))
+
+    matrices = matrix(256, 512), matrix(256, 512), matrix(512, 256)
+    expert = ScaledExpert(*matrices, (None, None, None))
+    reserved = 3 * 256 * 512 * (dtype.itemsize + 4)  # as in ``buffer_nbytes``
+    assert peak_allocated_bytes(lambda: expert.to(dtype)) <= reserved
 
 
 @pytest.mark.parametrize(
