@@ -9,6 +9,7 @@ Called by: pipeline.  Next: specter_runtime.session.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from specter_runtime.experts import ExpertKey, view_expert
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
 from specter_runtime.session import Session, bundle_memory
-from specter_runtime.shards import align_up, tensor_bytes
+from specter_runtime.shards import LazyTensors, align_up, tensor_bytes
 from specter_runtime.speculative_decoder import SpeculativeDecoder
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def _wrong_tensors(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
     }
     found = set()
     wrong = []
-    for name, tensor in bundle.dense_tensors():
+    for name, tensor in bundle.dense_tensors().items():
         found.add(name)
         if name not in expected or _digest(tensor) != _digest(checkpoint.tensor(name)):
             wrong.append(name)
@@ -120,11 +121,10 @@ def decode_target(
     """Greedy tokens of the target, its experts read straight from the checkpoint."""
     torch_dtype: torch.dtype = getattr(torch, dtype)
     config = checkpoint.config
-    tensors: dict[str, torch.Tensor] = {}
-    for layer in (None, *range(config.num_hidden_layers)):
-        tensors |= checkpoint.dense_tensors(layer)
-    names = checkpoint.family.bundle_names()
-    model = MoETransformer(config, tensors, names, torch_dtype)
+    layers = (None, *range(config.num_hidden_layers))
+    names = itertools.chain.from_iterable(map(checkpoint.dense_names, layers))
+    tensors = LazyTensors(names, checkpoint.tensor)
+    model = MoETransformer(config, tensors, checkpoint.family.bundle_names(), torch_dtype)
     decoder = SpeculativeDecoder(
         model,
         checkpoint,

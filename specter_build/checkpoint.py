@@ -133,6 +133,13 @@ class Checkpoint:
         """Bytes of all weight files."""
         return sum(header.nbytes for header in self._headers.values())
 
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of all resident tensors as stored."""
+        layers = (None, *range(self.config.num_hidden_layers))
+        sources = [self._sources[name] for layer in layers for name in self.dense_names(layer)]
+        return sum(self._headers[s.file].entries[s.stored_name].nbytes for s in sources)
+
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor by its bundle name, in its stored dtype."""
         source = self._sources[name]

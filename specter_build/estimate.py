@@ -6,7 +6,7 @@ Called by: open_inputs, cli.  Next: specter_runtime.memory.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specter_build.architectures import find_architecture, read_config, read_quantization
@@ -86,7 +86,9 @@ def estimate(recipe: Recipe, model_folder: Path) -> Estimate:
 def estimate_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Estimate:
     """Work out the sizes of an opened checkpoint."""
     dtype, numbers = checkpoint.dense_dtype, checkpoint.expert_numbers
-    return _estimate(recipe, checkpoint.config, dtype, numbers, has_headers=True)
+    sizes = _estimate(recipe, checkpoint.config, dtype, numbers, has_headers=True)
+    more = checkpoint.dense_nbytes - dense_nbytes(checkpoint.config, dtype)  # fp8 is less
+    return replace(sizes, bundle_bytes=sizes.bundle_bytes + more)
 
 
 def _estimate(
@@ -162,7 +164,7 @@ def divide_memory(
 def bundle_nbytes(
     recipe: Recipe, config: ModelConfig, dense_dtype: str, numbers: ExpertNumbers
 ) -> int:
-    """Bytes that the bundle will take, without JSON; more where dense tensors are in fp8."""
+    """Bytes that the bundle will take, without JSON, if dense tensors are in ``dense_dtype``."""
     num_experts = len(config.moe_layers) * config.num_experts
     shards = num_experts * (expert_nbytes(config, numbers) + ALIGNMENT)
     return shards + _draft_bytes(recipe, config, numbers) + dense_nbytes(config, dense_dtype)
@@ -198,7 +200,8 @@ def _audit_nbytes(
 ) -> int:
     """Bytes that decoding a few tokens without a draft takes, and the routes.
 
-    Dense tensors of all layers, once more as stored if they are computed with in another dtype.
+    Dense tensors of all layers, bound one by one: if they are computed with in another dtype than
+    stored, the largest of them as stored and in float32 beside.
     """
     memory = divide_budget(
         config,
@@ -213,8 +216,9 @@ def _audit_nbytes(
         num_draft_tokens=0,
         slot_bytes=align_up(expert_nbytes(config, numbers)),
     )
-    stored = 0 if dtype == dense_dtype else dense_nbytes(config, dense_dtype)
-    return memory.used_bytes + stored + _routes_nbytes(recipe, config)
+    is_bound_as_stored = dtype == dense_dtype and config.fp8_block_size is None
+    largest = 0 if is_bound_as_stored else _largest_dense_matrix(config)
+    return memory.used_bytes + largest * (4 + 4) + _routes_nbytes(recipe, config)
 
 
 def _routes_nbytes(recipe: Recipe, config: ModelConfig) -> int:
@@ -250,6 +254,14 @@ def _converting_nbytes(
 
 def _dense_weights(config: ModelConfig, layer: int | None) -> int:
     return sum(math.prod(shape) for shape in dense_shapes(config, layer).values())
+
+
+def _largest_dense_matrix(config: ModelConfig) -> int:
+    """Weights of it."""
+    layers = (None, *range(config.num_hidden_layers))
+    return max(
+        math.prod(shape) for layer in layers for shape in dense_shapes(config, layer).values()
+    )
 
 
 def available_memory(root: Path = Path("/")) -> int:

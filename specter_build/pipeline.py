@@ -55,7 +55,7 @@ from specter_runtime.manifest import (
     Plan,
     read_json,
 )
-from specter_runtime.memory import dense_nbytes, draft_nbytes
+from specter_runtime.memory import draft_nbytes
 from specter_runtime.shards import ALIGNMENT, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def conclude(
     layers = [summarize_layer(profile, num_sequences, config) for profile in profiles.values()]
     num_experts = len(config.moe_layers) * config.num_experts
     sizes = {
-        "dense_bytes": dense_nbytes(config, checkpoint.dense_dtype),
+        "dense_bytes": checkpoint.dense_nbytes,
         "draft_bytes": draft_nbytes(
             config, inputs.bits, draft.group_size, draft.symmetric, checkpoint.expert_numbers
         ),

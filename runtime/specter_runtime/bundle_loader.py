@@ -10,7 +10,8 @@ Called by: session.  Next: shards, manifest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,14 @@ from specter_runtime.manifest import (
 )
 from specter_runtime.packed import BITS, PackedTensor, packed_forms
 from specter_runtime.roles import dense_shapes
-from specter_runtime.shards import ALIGNMENT, read_header, read_tensors
+from specter_runtime.shards import (
+    ALIGNMENT,
+    LazyTensors,
+    TensorEntry,
+    read_header,
+    read_tensor,
+    read_tensors,
+)
 
 HASH_CHUNK_BYTES = 1 << 22
 
@@ -50,11 +58,21 @@ class Bundle:
     manifest: Manifest
     plan: Plan
 
-    def dense_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Resident full-precision tensors under their Hugging Face names, file by file."""
+    def dense_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Resident full-precision tensors by their Hugging Face names, each read when asked for."""
         layers = range(self.manifest.model.num_hidden_layers)
+        sources: dict[str, tuple[Path, TensorEntry]] = {}
         for name in (model_path(None), *map(model_path, layers)):
-            yield from self._tensors(name).items()
+            path = self.root / name
+            entries = read_header(path, BundleError).entries
+            sources |= {tensor: (path, entry) for tensor, entry in entries.items()}
+
+        def read(name: str) -> torch.Tensor:
+            path, entry = sources[name]
+            with _reading(path):
+                return read_tensor(path, entry)
+
+        return LazyTensors(sources, read)
 
     def draft_experts(self) -> dict[ExpertKey, PackedExpert]:
         """All stand-ins of the draft; experts of 0 bits are absent."""
@@ -109,10 +127,8 @@ class Bundle:
 
     def _tensors(self, name: str) -> dict[str, torch.Tensor]:
         path = self.root / name
-        try:
+        with _reading(path):
             return read_tensors(path, read_header(path, BundleError))
-        except (OSError, EOFError) as exc:
-            raise BundleError(f"{path}: cannot be read: {exc}") from exc
 
     def _packed_expert(
         self, tensors: dict[str, torch.Tensor], key: ExpertKey, bits: int
@@ -157,6 +173,15 @@ class Bundle:
                 f"expected {dtype} {list(shape)}"
             )
         return tensor
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Errors of reading a file become ``BundleError``."""
+    try:
+        yield
+    except (OSError, EOFError) as exc:
+        raise BundleError(f"{path}: cannot be read: {exc}") from exc
 
 
 def load_bundle(root: Path, *, verify_hashes: bool = False) -> Bundle:

@@ -88,7 +88,7 @@ class Session:
         memory = bundle_memory(bundle, config, budget, store.slot_bytes)
         with torch.inference_mode():
             model = MoETransformer(
-                model_config, dict(bundle.dense_tensors()), manifest.tensor_names, dtype
+                model_config, bundle.dense_tensors(), manifest.tensor_names, dtype
             )
             draft_experts = PackedExperts(bundle.draft_experts() if num_draft_tokens else {}, dtype)
         tokenizer = Tokenizer(root)

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,33 +175,52 @@ def _check_tiling(
         )
 
 
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors that are read when they are asked for; nothing is kept."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
+        """Of these names, by this function."""
+        self._names = dict.fromkeys(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Read one; raises ``KeyError`` for a name that is not there."""
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names in the order given."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._names)
+
+
 def read_tensors(path: Path, header: Header) -> dict[str, torch.Tensor]:
-    """Read all tensors into memory of their own (no memory map is left behind).
+    """Read all tensors, each into memory of its own (no memory map is left behind).
 
     Raises:
         OSError: as the operating system reports it.
         EOFError: the file ended early.
     """
-    data = torch.empty(header.nbytes - header.data_start, dtype=torch.uint8)
+    return {name: read_tensor(path, entry) for name, entry in header.entries.items()}
+
+
+def read_tensor(path: Path, entry: TensorEntry) -> torch.Tensor:
+    """Read one tensor; see ``read_tensors``."""
+    data = torch.empty(entry.nbytes, dtype=torch.uint8)
     view = memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs lack Buffer on 3.11
     with path.open("rb", buffering=0) as file:
-        file.seek(header.data_start)
+        file.seek(entry.start)
         done = 0
         while done < len(view):
             count = file.readinto(view[done:])
             if not count:
                 raise EOFError(f"{path}: ended {len(view) - done} bytes early")
             done += count
-    return {name: _view(data, entry, header.data_start) for name, entry in header.entries.items()}
-
-
-def _view(data: torch.Tensor, entry: TensorEntry, data_start: int) -> torch.Tensor:
-    start = entry.start - data_start
-    raw = data[start : entry.stop - data_start]
-    dtype = TORCH_DTYPES[entry.dtype]
-    if start % dtype.itemsize:
-        raw = raw.clone()
-    return raw.view(dtype).view(entry.shape)
+    return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

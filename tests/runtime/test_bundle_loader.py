@@ -364,9 +364,11 @@ def test_dense_tensors_are_those_of_the_model_files(tiny_bundle: Path) -> None:
     expected: dict[str, torch.Tensor] = {}
     for path in sorted((tiny_bundle / "model").glob("*.safetensors")):
         expected |= load_file(path)
-    tensors = list(load_bundle(tiny_bundle).dense_tensors())
-    assert sorted(name for name, _ in tensors) == sorted(expected)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors)
+    tensors = load_bundle(tiny_bundle).dense_tensors()
+    assert sorted(tensors) == sorted(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    with pytest.raises(KeyError, match="absent"):
+        tensors["absent"]
 
 
 def test_resident_tensors_are_not_memory_mapped(bundle: Path) -> None:
@@ -473,7 +475,7 @@ def test_malformed_template_of_tensor_names_is_refused(bundle: Path, template: s
         load_bundle(bundle).draft_experts()
 
 
-@pytest.mark.parametrize("read", [Bundle.draft_experts, lambda b: list(b.dense_tensors())])
+@pytest.mark.parametrize("read", [Bundle.draft_experts, lambda b: dict(b.dense_tensors())])
 def test_damaged_tensor_file_is_refused_by_name(
     bundle: Path, read: Callable[[Bundle], object]
 ) -> None:

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from specter_build.quantize_draft import quantize_layer
 from specter_build.recipe import DraftRecipe
 from specter_runtime.acceptance import rejection_sample
+from specter_runtime.bundle_loader import load_bundle
 from specter_runtime.config import DTYPE_BYTES, ExpertNumbers, ModelConfig, SamplingConfig
 from specter_runtime.errors import CapacityError
 from specter_runtime.experts import ExpertKey, PackedExperts, ScaledExpert
@@ -26,6 +27,7 @@ from specter_runtime.memory import (
     divide_budget,
     draft_nbytes,
 )
+from specter_runtime.model import MoETransformer
 from specter_runtime.sampling import probabilities
 from specter_runtime.scaled import Fp8Matrix, Mxfp4Matrix
 from tests.checkpoints import FAMILIES
@@ -265,6 +267,22 @@ def test_a_prompt_chunk_at_the_end_of_the_context_fits_the_buffers(roomy: OpenMo
 
     peak, reserved = peak_allocated_bytes(last_chunk), reserved_bytes(roomy, num_draft_tokens=0)
     assert peak <= reserved
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_tensors_are_not_held_beside_those_bound_of_them(
+    tiny_bundle: Path, dtype: str
+) -> None:
+    bundle = load_bundle(tiny_bundle)  # in float32
+    config, names = bundle.manifest.model, bundle.manifest.tensor_names
+    bound = dense_nbytes(config, dtype) + 2**12  # and the rotary frequencies
+    beside = 0 if dtype == "float32" else 2 * 4 * config.vocab_size * config.hidden_size
+    assert dense_nbytes(config, "float32") > beside  # else this could not fail
+
+    def load() -> None:
+        MoETransformer(config, bundle.dense_tensors(), names, getattr(torch, dtype))
+
+    assert peak_allocated_bytes(load) <= bound + beside
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
