@@ -6,6 +6,7 @@ Specter be.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,19 @@ from specter_build.pipeline import build
 from specter_build.recipe import Recipe
 from specter_runtime.config import GenerationLimits, RuntimeConfig, SamplingConfig
 from specter_runtime.draft_engine import SelfDrafter
+from specter_runtime.experts import ExpertProvider, ResidentExperts
+from specter_runtime.kv_cache import KVCache
+from specter_runtime.moe import Routing
 from specter_runtime.session import Session
 from specter_runtime.speculative_decoder import SpeculativeDecoder
-from tests.checkpoints import COMMON, FAMILIES, fuse_experts, make_tokenizer, recipe_dict
+from tests.checkpoints import (
+    COMMON,
+    FAMILIES,
+    fuse_experts,
+    make_checkpoint,
+    make_tokenizer,
+    recipe_dict,
+)
 from tests.models import open_model, same_bits
 from tests.oracles import array
 
@@ -270,13 +281,30 @@ def test_greedy_tokens_through_a_bundle_equal_transformers(tmp_path: Path, famil
     assert len(set(tokens)) > 4  # else there would be little to compare
 
 
-@pytest.mark.parametrize("family", FIRST_OF_FAMILY)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_an_unquantized_draft_routes_and_predicts_as_the_target(
-    tmp_path: Path, family: str
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(tmp_path, FIRST_OF_FAMILY[family])
+    if family in FAMILIES:
+        make_checkpoint(tmp_path, family)
+    else:
+        make(tmp_path, FIRST_OF_FAMILY[family])
     opened = open_model(tmp_path)
-    drafter = SelfDrafter(opened.model, opened.experts, ())
+    draft_experts = ResidentExperts(opened.weights)
+    routes: dict[bool, list[torch.Tensor]] = {True: [], False: []}  # of the draft, of the target
+    forward = opened.model.forward
+
+    def recorded(
+        token_ids: Sequence[int], kv_cache: KVCache, provider: ExpertProvider, rows_per_block: int
+    ) -> tuple[list[torch.Tensor], list[Routing]]:
+        blocks, routings = forward(token_ids, kv_cache, provider, rows_per_block=rows_per_block)
+        if rows_per_block == 1:  # [layers, T, K]
+            selected = torch.stack([routing.selected_experts for routing in routings])
+            routes[provider is draft_experts].append(selected)
+        return blocks, routings
+
+    monkeypatch.setattr(opened.model, "forward", recorded)
+    drafter = SelfDrafter(opened.model, draft_experts, ())
     decoder = SpeculativeDecoder(
         opened.model, opened.experts, drafter, None, opened.cache(64), 4, SamplingConfig()
     )
@@ -284,3 +312,9 @@ def test_an_unquantized_draft_routes_and_predicts_as_the_target(
         passes = list(decoder.generate(list(b"def "), GenerationLimits(21)))
     assert [len(token_ids) for token_ids in passes] == [1, 5, 5, 5, 5]
     assert decoder.stats.num_accepted == decoder.stats.num_drafted == 16
+    drafted = torch.cat(routes[True], dim=1)
+    # a pass of the target has one row more: that of the last token drafted
+    verified = torch.cat([selected[:, :-1] for selected in routes[False]], dim=1)
+    assert torch.equal(drafted, verified)
+    assert drafted.shape[1:] == (16, opened.config.num_experts_per_tok)
+    assert len(drafted.unique()) > 2  # else there would be little to compare
