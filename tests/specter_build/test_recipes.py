@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from specter_build.estimate import estimate
 from specter_build.recipe import load_recipe
+from specter_runtime.experts import expert_nbytes
 from tests.conftest import REPOSITORY
 
 YARN = {
@@ -49,7 +50,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any], float]] = {
     ),
     "phi-3.5-moe": ("phimoe", {}, 80.5e9),
     "qwen1.5-moe-a2.7b": ("qwen2_moe", {}, 24.9e9),
-    "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}, 38.2e9),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 24,
+            "num_local_experts": 32,
+            "quantization_config": {
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": [
+                    "model.layers.*.self_attn",
+                    "model.layers.*.mlp.router",
+                    "model.embed_tokens",
+                    "lm_head",
+                ],
+            },
+        },
+        38.2e9,
+    ),
     "granite-3.1-1b-a400m": (
         "granitemoe",
         {
@@ -100,7 +117,11 @@ def test_recipe_fits_the_model_it_names(tmp_path: Path, name: str) -> None:
     # published to three digits, granite and GLM to two
     assert num_experts * config.expert_num_weights * 2 == pytest.approx(routed_bytes, rel=0.02)
     assert not sizes.has_weights
-    assert sizes.bundle_bytes > routed_bytes
+    stored_bytes = num_experts * expert_nbytes(config, sizes.expert_numbers)
+    is_mxfp4 = "quantization_config" in overrides  # 4 bits, and 8 for 32; biases
+    expected = routed_bytes * (4.25 / 16 if is_mxfp4 else 1)
+    assert stored_bytes == pytest.approx(expected, rel=0.02)
+    assert sizes.bundle_bytes > stored_bytes
     assert sizes.memory.keys() == {0, 1, 2, 4, 8, 16}  # a draft fits the budget at every K
     for memory in sizes.memory.values():
         assert memory.used_bytes <= memory.budget_bytes
