@@ -248,8 +248,33 @@ def _converting_nbytes(
         + dense * (DTYPE_BYTES[dense_dtype] + 4)
         + tokens * 4 * (6 * c.hidden_size + 3 * c.num_experts)
         + 5 * 4 * c.expert_num_weights // 3
+        + _calibrating_nbytes(recipe, c)
         + _routes_nbytes(recipe, config)
     )
+
+
+def _calibrating_nbytes(recipe: Recipe, config: ModelConfig) -> int:
+    """Bytes that gptq or awq takes for one expert, if every token reaches it; all in float32.
+
+    Its n rows ``[n, D]``, plain and weighted; of ``[n, I]`` gate, up, product and weighted product.
+
+    gptq, of a weight ``[N, M]`` (gate_proj on top of up_proj, then down_proj): at first the Hessian
+    ``[M, M]``, a copy, one in activation order and a factor, with the weight, a copy and one in
+    that order; at last the Hessian and, while codes are packed, ten of the weight's size.
+
+    awq: four of down_proj (original, copy, scaled, quantized), both rescaled projections, four
+    outputs ``[n, D]`` (expected, found, difference, square) and the magnitudes ``[n, I]``.
+    """
+    if not recipe.draft.is_calibrated:
+        return 0
+    num_rows = recipe.calibration.num_sequences * recipe.calibration.sequence_length
+    width, inner = config.hidden_size, config.moe_intermediate_size
+    if recipe.draft.method == "gptq":
+        shapes = ((2 * inner, width), (width, inner))
+        work = max(max(4 * m * m + 3 * n * m, m * m + 10 * n * m) for n, m in shapes)
+    else:
+        work = 6 * width * inner + num_rows * (4 * width + inner)
+    return 4 * (num_rows * (2 * width + 4 * inner) + work)
 
 
 def _dense_weights(config: ModelConfig, layer: int | None) -> int:

@@ -21,6 +21,7 @@ from specter_build.calibrated_quantizers import (
     search_awq_scales,
 )
 from specter_build.checkpoint import Checkpoint
+from specter_build.estimate import build_nbytes
 from specter_build.pipeline import build
 from specter_build.quantize_draft import ExpertInputs, check_method, quantize_layer
 from specter_build.quantizers import GridFormat, choose_grid, round_to_nearest, squared_errors
@@ -36,6 +37,7 @@ from specter_runtime.packed import PackedTensor, dequantize, packed_nbytes, unpa
 from tests.checkpoints import recipe_dict
 from tests.models import same_bits
 from tests.oracles import array, gamma, gptq_targets
+from tests.runtime.test_memory import peak_allocated_bytes
 
 needs_llmcompressor = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None,
@@ -498,3 +500,38 @@ def test_dense_layer_cannot_be_given_a_width(tiny_checkpoint: Path) -> None:
     bits = {"default": 4, "overrides": [{"layers": [0], "experts": "all", "bits": 2}]}
     with pytest.raises(RecipeError, match=r"0 not found; the routed layers are 1\.\.5"):
         draft(bits=bits).widths(config)
+
+
+@needs_llmcompressor
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("width", "inner", "num_tokens"), [(256, 128, 64), (128, 256, 64), (128, 128, 512)]
+)
+def test_calibrating_an_expert_takes_no_more_than_is_estimated(
+    tiny_checkpoint: Path, method: str, width: int, inner: int, num_tokens: int
+) -> None:
+    config = config_of(tiny_checkpoint, hidden_size=width, moe_intermediate_size=inner)
+    weights = ExpertWeights(
+        *(random_weight(*shape, seed=i) for i, shape in enumerate(matrix_shapes(config).values()))
+    )
+    everywhere = Routing(0, torch.zeros(num_tokens, 1).long(), torch.ones(num_tokens, 1))
+    inputs = ExpertInputs(correlated_rows(num_tokens, width), everywhere, None)
+    draft = {"method": method, "bits": 4, "group_size": 16, "min_tokens": 1}
+    calibration = {"num_sequences": 1, "sequence_length": num_tokens}
+    recipe = Recipe.model_validate(
+        recipe_dict(Path("model"), Path("bundle"), draft=draft, calibration=calibration)
+    )
+    rounded = Recipe.model_validate(
+        recipe_dict(Path("model"), Path("bundle"), calibration=calibration)
+    )
+    estimated, without = (
+        build_nbytes(asked, config, "float32", ExpertNumbers("float32"), "float32")
+        for asked in (recipe, rounded)
+    )
+    calibrating = estimated - without + 5 * 4 * config.expert_num_weights // 3
+
+    def quantize() -> None:
+        layer = quantize_layer({ExpertKey(0, 0): weights}, recipe.draft, [4], inputs)
+        assert layer.fallback_experts == ()
+
+    assert peak_allocated_bytes(quantize) <= calibrating
