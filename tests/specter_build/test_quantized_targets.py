@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from specter_runtime.bundle_loader import load_bundle
 from specter_runtime.config import ExpertNumbers, RuntimeConfig
 from specter_runtime.errors import BundleError, CheckpointError
 from specter_runtime.experts import ExpertKey
+from specter_runtime.model import bind
 from specter_runtime.scaled import Fp8Matrix, Mxfp4Matrix
 from specter_runtime.session import Session
 from tests import oracles
@@ -245,6 +247,17 @@ def test_blocks_that_are_cut_off_at_the_edge_are_read(tmp_path: Path) -> None:
         # times the scale (at most largest weight / 448), where codes are subnormal.
         bound = exact.down_proj.abs() * 2**-4 + exact.down_proj.abs().max() / 448 * 2**-10
         assert bool(((decoded.down_proj - exact.down_proj).abs() <= bound * (1 + 2**-20)).all())
+    name = "model.layers.1.self_attn.k_proj.weight"  # 48 rows of 64
+    codes, scales = opened.dense_tensors[name], opened.dense_tensors[f"{name}_scale_inv"]
+    assert (codes.shape, scales.shape) == ((48, 64), (2, 3))
+    tensors = load_file(tmp_path / "model.safetensors")
+    bound_dense = bind(
+        opened.config, 1, tensors, ARCHITECTURES["qwen3_moe"].bundle_names(), torch.float32
+    )
+    bits = codes.view(torch.uint8)
+    for i, j in itertools.product(range(48), range(64)):
+        value = oracles.e4m3(int(bits[i, j])) * float(scales[i // 40, j // 28])
+        assert bound_dense["k_proj"][i, j].item() == np.float32(value)
 
 
 # ---- what is read -------------------------------------------------------------------------------
