@@ -125,7 +125,7 @@ def link_bytes_per_second(bundle: Path) -> float:
     """Rate at which one thread reads all shards, one by one, as the cache reads them."""
     opened = load_bundle(bundle)
     shards, model = opened.manifest.experts, opened.manifest.model
-    store = ShardExpertStore(opened.shard_file, shards.data_start, shards.nbytes)
+    store = ShardExpertStore.of(opened)
     buffer = aligned_buffer(store.slot_bytes)
     keys = [ExpertKey(i, e) for i in model.moe_layers for e in range(model.num_experts)]
     started = time.perf_counter()

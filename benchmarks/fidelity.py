@@ -180,7 +180,7 @@ def make_draft(
         packed |= layers[-1].packed
     return Draft(
         recipe,
-        PackedExperts(packed, COMPUTE_DTYPE),
+        PackedExperts(packed),
         sum(layer.relative_error for layer in layers) / len(layers),
         sum(len(layer.fallback_experts) for layer in layers),
         time.perf_counter() - started,

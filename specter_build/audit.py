@@ -94,15 +94,15 @@ def _wrong_tensors(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
         if name not in expected or _digest(tensor) != _digest(checkpoint.tensor(name)):
             wrong.append(name)
     wrong += sorted(expected - found)
-    shards = bundle.manifest.experts
-    store = ShardExpertStore(bundle.shard_file, shards.data_start, shards.nbytes)
+    shards, store = bundle.manifest.experts, ShardExpertStore.of(bundle)
     buffer = aligned_buffer(store.slot_bytes)
     view = torch.frombuffer(buffer, dtype=torch.uint8)
-    tensors = view_expert(view, checkpoint.config, shards.numbers).tensors()
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.num_experts):
             key = ExpertKey(layer, expert)
             store.read_into(key, buffer)
+            stored = view_expert(view, checkpoint.config, shards.numbers, shards.encoding)
+            tensors = stored.tensors()
             wrong += [
                 name
                 for role, name in checkpoint.stored_names(key).items()

@@ -33,8 +33,8 @@ from specter_runtime.config import DType, ExpertNumbers, ModelConfig
 from specter_runtime.errors import CheckpointError, name_list
 from specter_runtime.experts import (
     PROJECTIONS,
-    Expert,
     ExpertKey,
+    StoredExpert,
     expert_shapes,
     make_expert,
     stored_forms,
@@ -185,12 +185,12 @@ class Checkpoint:
                 names[role] = plain[role] + (code_suffix if role in PROJECTIONS else "")
         return names
 
-    def expert(self, key: ExpertKey) -> Expert:
+    def expert(self, key: ExpertKey) -> StoredExpert:
         """Read one expert as stored."""
         names = self.stored_names(key)
         return make_expert({role: self.tensor(name) for role, name in names.items()}, self.config)
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
+    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, StoredExpert]]:
         """The checkpoint as ``ExpertProvider``: reads each expert as it is asked for."""
         for expert in expert_ids:
             yield expert, self.expert(ExpertKey(layer, expert))

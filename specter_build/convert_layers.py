@@ -18,7 +18,7 @@ import torch
 
 from specter_build.checkpoint import Checkpoint
 from specter_build.open_inputs import Inputs
-from specter_build.profile_routing import COMPUTE_DTYPE, HeadComparison, LayerRunner
+from specter_build.profile_routing import HeadComparison, LayerRunner
 from specter_build.progress import Progress
 from specter_build.quantize_draft import ExpertInputs, draft_tensors, quantize_layer
 from specter_build.quantizers import is_finite
@@ -113,10 +113,11 @@ def _convert_layer(
     expert_inputs = ExpertInputs(rows, routing, config.swiglu_limit)
     widths = inputs.bits[config.moe_layers.index(index)]
     quantized = quantize_layer(experts, inputs.recipe.draft, widths, expert_inputs, inputs.given)
-    stand_ins = PackedExperts(quantized.packed, COMPUTE_DTYPE)
+    stand_ins = PackedExperts(quantized.packed)
     draft, _, draft_routing = runner.run(layer, hidden[1], stand_ins)
     assert draft_routing is not None, "a routed layer gives a routing"
-    split_layer(work, experts, {key: checkpoint.stored_names(key) for key in keys})
+    stored_names = {key: checkpoint.stored_names(key) for key in keys}
+    split_layer(work, experts, stored_names, inputs.estimate.encoding)
     if quantized.packed:
         names = {key: checkpoint.matrix_names(key) for key in keys}
         write_tensors(work / draft_path(index), draft_tensors(quantized.packed, names), {})

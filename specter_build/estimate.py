@@ -12,9 +12,9 @@ from pathlib import Path
 from specter_build.architectures import find_architecture, read_config, read_quantization
 from specter_build.checkpoint import SUPPORTED_DTYPES, Checkpoint, has_weights, read_json_object
 from specter_build.recipe import Recipe
-from specter_runtime.config import DTYPE_BYTES, DType, ExpertNumbers, ModelConfig
+from specter_runtime.config import DTYPE_BYTES, DType, Encoding, ExpertNumbers, ModelConfig
 from specter_runtime.errors import CapacityError, RecipeError
-from specter_runtime.experts import expert_nbytes
+from specter_runtime.experts import expert_nbytes, packed_nbytes
 from specter_runtime.memory import MemoryUse, dense_nbytes, divide_budget, draft_nbytes
 from specter_runtime.roles import dense_shapes
 from specter_runtime.shards import ALIGNMENT, align_up
@@ -26,6 +26,9 @@ CANDIDATES = (0, 1, 2, 4, 8, 16)
 
 AUDIT_TOKENS = 48
 """Context of the audit: ``audit.PROMPT_TOKENS`` and ``audit.NUM_TOKENS``."""
+
+WEIGHTS_PER_ESCAPE = 2048
+"""One weight in so many is taken to be an escape; trained ones have one in 7,500."""
 
 INTERPRETER_BYTES = 400 * 2**20
 """Interpreter, torch and the other libraries, as resident before a build begins."""
@@ -39,6 +42,7 @@ class Estimate:
         config: the model.
         dense_dtype: of the resident tensors as stored, those in fp8 aside.
         expert_numbers: how routed experts are stored.
+        encoding: of the shards.
         dtype: of computation.
         memory: number of draft tokens -> division of the runtime's budget.
         bundle_bytes: of the bundle on disk, without JSON.
@@ -50,6 +54,7 @@ class Estimate:
     config: ModelConfig
     dense_dtype: DType
     expert_numbers: ExpertNumbers
+    encoding: Encoding
     dtype: DType
     memory: dict[int, MemoryUse]
     bundle_bytes: int
@@ -101,12 +106,14 @@ def _estimate(
 ) -> Estimate:
     check_lengths(recipe, config)
     dtype = dense_dtype if recipe.plan.dtype == "auto" else recipe.plan.dtype
+    slot_bytes = align_up(shard_nbytes(recipe, config, expert_numbers))
     return Estimate(
         config=config,
         dense_dtype=dense_dtype,
         expert_numbers=expert_numbers,
+        encoding=choose_encoding(recipe, expert_numbers),
         dtype=dtype,
-        memory=divide_memory(recipe, config, expert_numbers, dtype),
+        memory=divide_memory(recipe, config, expert_numbers, dtype, slot_bytes),
         bundle_bytes=bundle_nbytes(recipe, config, dense_dtype, expert_numbers),
         progress_bytes=progress_nbytes(recipe, config),
         build_bytes=build_nbytes(recipe, config, dense_dtype, expert_numbers, dtype),
@@ -128,7 +135,7 @@ def check_lengths(recipe: Recipe, config: ModelConfig) -> None:
 
 
 def divide_memory(
-    recipe: Recipe, config: ModelConfig, numbers: ExpertNumbers, dtype: str
+    recipe: Recipe, config: ModelConfig, numbers: ExpertNumbers, dtype: str, slot_bytes: int
 ) -> dict[int, MemoryUse]:
     """Number of draft tokens -> division of the budget, for every candidate that fits.
 
@@ -152,7 +159,7 @@ def divide_memory(
                 max_context_tokens=recipe.plan.max_context_tokens,
                 prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
                 num_draft_tokens=candidate,
-                slot_bytes=align_up(expert_nbytes(config, numbers)),
+                slot_bytes=slot_bytes,
             )
         except CapacityError as exc:
             refusal = refusal or exc
@@ -161,12 +168,35 @@ def divide_memory(
     return divisions
 
 
+def choose_encoding(recipe: Recipe, numbers: ExpertNumbers) -> Encoding:
+    """The shards' encoding: the recipe's, or lossless packing wherever there is one.
+
+    Raises:
+        RecipeError: the recipe asks for packing and there is none for these numbers.
+    """
+    if recipe.shard_encoding == "auto":
+        return "packed" if numbers.dtype == "bfloat16" else "raw"
+    if recipe.shard_encoding == "packed" and numbers.dtype != "bfloat16":
+        raise RecipeError(
+            f"shard_encoding: packed is for experts in bfloat16, these are {numbers.dtype}; "
+            "take raw"
+        )
+    return recipe.shard_encoding
+
+
+def shard_nbytes(recipe: Recipe, config: ModelConfig, numbers: ExpertNumbers) -> int:
+    """Bytes of an expert's shard; of a packed one, what it is for trained weights."""
+    if choose_encoding(recipe, numbers) == "raw":
+        return expert_nbytes(config, numbers)
+    return packed_nbytes(config, numbers, config.expert_num_weights // WEIGHTS_PER_ESCAPE)
+
+
 def bundle_nbytes(
     recipe: Recipe, config: ModelConfig, dense_dtype: str, numbers: ExpertNumbers
 ) -> int:
     """Bytes that the bundle will take, without JSON, if dense tensors are in ``dense_dtype``."""
     num_experts = len(config.moe_layers) * config.num_experts
-    shards = num_experts * (expert_nbytes(config, numbers) + ALIGNMENT)
+    shards = num_experts * (shard_nbytes(recipe, config, numbers) + ALIGNMENT)
     return shards + _draft_bytes(recipe, config, numbers) + dense_nbytes(config, dense_dtype)
 
 
@@ -214,7 +244,7 @@ def _audit_nbytes(
         max_context_tokens=AUDIT_TOKENS,
         prompt_chunk_tokens=AUDIT_TOKENS,
         num_draft_tokens=0,
-        slot_bytes=align_up(expert_nbytes(config, numbers)),
+        slot_bytes=align_up(shard_nbytes(recipe, config, numbers)),
     )
     is_bound_as_stored = dtype == dense_dtype and config.fp8_block_size is None
     largest = 0 if is_bound_as_stored else _largest_dense_matrix(config)

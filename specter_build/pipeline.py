@@ -18,7 +18,7 @@ import logging
 import resource
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ import torch
 from specter_build.audit import audit
 from specter_build.checkpoint import CARRIED_FILES
 from specter_build.convert_layers import LayerObserver, convert_layers
+from specter_build.estimate import divide_memory
 from specter_build.open_inputs import Inputs, check_disk, open_inputs, tool_versions
 from specter_build.plan_placement import Evidence, plan_placement
 from specter_build.profile_routing import HeadComparison
 from specter_build.recipe import Recipe
 from specter_build.report import LayerProfile, make_report, summarize_layer
+from specter_build.split_experts import shard_sizes
 from specter_build.write_bundle import (
     TIMINGS_FILE,
     UNHASHED_FILES,
@@ -43,7 +45,6 @@ from specter_build.write_bundle import (
     work_folder,
     write_text,
 )
-from specter_runtime.experts import expert_nbytes
 from specter_runtime.manifest import (
     FORMAT,
     FORMAT_VERSION,
@@ -56,7 +57,7 @@ from specter_runtime.manifest import (
     read_json,
 )
 from specter_runtime.memory import draft_nbytes
-from specter_runtime.shards import ALIGNMENT, write_tensors
+from specter_runtime.shards import ALIGNMENT, align_up, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def build(
     check_disk(inputs.estimate, destination)
     with work_folder(destination) as work, torch.inference_mode():
         profiles, heads = convert_layers(inputs, work, on_layer)
-        report, plan = conclude(inputs, profiles, heads)
+        report, plan = conclude(inputs, profiles, heads, shard_sizes(work))
         write_records(inputs, work, profiles, heads, report, plan)
         timings = {
             "wall_seconds": time.perf_counter() - started,
@@ -117,19 +118,25 @@ def build(
 
 
 def conclude(
-    inputs: Inputs, profiles: Mapping[int, LayerProfile], heads: HeadComparison
+    inputs: Inputs,
+    profiles: Mapping[int, LayerProfile],
+    heads: HeadComparison,
+    shard_bytes: Sequence[int],
 ) -> tuple[dict[str, Any], Plan]:
-    """Report and plan, from what calibration showed."""
+    """Report and plan, from what calibration showed and how large each shard's data came out."""
     checkpoint, recipe, config = inputs.checkpoint, inputs.recipe, inputs.checkpoint.config
     draft, num_sequences = recipe.draft, len(inputs.sequences)
     layers = [summarize_layer(profile, num_sequences, config) for profile in profiles.values()]
-    num_experts = len(config.moe_layers) * config.num_experts
+    slot_bytes = align_up(max(shard_bytes))
+    memory = divide_memory(
+        recipe, config, checkpoint.expert_numbers, inputs.estimate.dtype, slot_bytes
+    )
     sizes = {
         "dense_bytes": checkpoint.dense_nbytes,
         "draft_bytes": draft_nbytes(
             config, inputs.bits, draft.group_size, draft.symmetric, checkpoint.expert_numbers
         ),
-        "shard_bytes": num_experts * expert_nbytes(config, checkpoint.expert_numbers),
+        "shard_bytes": sum(shard_bytes),
     }
     calibration = {
         "sources": inputs.calibration.sources,
@@ -150,10 +157,8 @@ def conclude(
         recall=report["recall"]["mean"],
     )
     context = recipe.plan.max_context_tokens
-    plan = plan_placement(
-        config, inputs.estimate.memory, evidence, recipe.hardware, inputs.estimate.dtype, context
-    )
-    report["memory"] = asdict(inputs.estimate.memory[plan.num_draft_tokens])
+    plan = plan_placement(config, memory, evidence, recipe.hardware, inputs.estimate.dtype, context)
+    report["memory"] = asdict(memory[plan.num_draft_tokens])
     return report, plan
 
 
@@ -203,9 +208,9 @@ def make_manifest(inputs: Inputs, work: Path) -> Manifest:
         ),
         experts=ExpertFormat(
             numbers=checkpoint.expert_numbers,
-            encoding="raw",
+            encoding=inputs.estimate.encoding,
             data_start=ALIGNMENT,
-            nbytes=expert_nbytes(checkpoint.config, checkpoint.expert_numbers),
+            nbytes=max(shard_sizes(work)),
         ),
         files=hash_files(work),
         unhashed_files=UNHASHED_FILES,

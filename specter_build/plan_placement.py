@@ -114,7 +114,7 @@ def predict_tpot(
     active = len(config.moe_layers) * config.num_experts_per_tok
     row = dense_nbytes(config, dtype) + active * config.expert_num_weights * DTYPE_BYTES[dtype]
     row_seconds = row / hw.memory_bytes_per_second + hw.pass_overhead_seconds
-    draft_seconds = k * row_seconds  # stand-ins are dequantized: no faster than the target's rows
+    draft_seconds = k * row_seconds  # an upper bound: stand-ins are fewer bytes
     loads = replay_loads(evidence.routes, initial, memory.num_slots, k + 1)
     read_seconds = hw.link_latency_seconds + memory.slot_bytes / hw.link_bytes_per_second
     link_seconds = loads * read_seconds

@@ -21,7 +21,13 @@ from specter_build.quantizers import GridFormat, is_finite, round_to_nearest, sq
 from specter_build.recipe import DraftRecipe
 from specter_runtime.config import ModelConfig
 from specter_runtime.errors import CheckpointError, RecipeError
-from specter_runtime.experts import PROJECTIONS, Expert, ExpertKey, ExpertWeights, PackedExpert
+from specter_runtime.experts import (
+    PROJECTIONS,
+    ExpertKey,
+    ExpertWeights,
+    PackedExpert,
+    StoredExpert,
+)
 from specter_runtime.layers import swiglu_inner
 from specter_runtime.moe import Routing
 from specter_runtime.packed import PackedTensor
@@ -86,7 +92,7 @@ def check_method(recipe: DraftRecipe, config: ModelConfig) -> None:
 
 
 def quantize_layer(
-    experts: Mapping[ExpertKey, Expert],
+    experts: Mapping[ExpertKey, StoredExpert],
     recipe: DraftRecipe,
     widths: Sequence[int],
     inputs: ExpertInputs | None,

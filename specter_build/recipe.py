@@ -216,11 +216,14 @@ class Recipe(_Section):
         model: a checkpoint's folder, or a hub id such as ``org/name``.
         revision: of the hub id.
         output: the bundle's folder.
+        shard_encoding: ``packed`` keeps bfloat16 experts losslessly in 12 bits a weight, on disk
+            and in slots; ``raw`` as the checkpoint has them; ``auto`` packs what can be packed.
     """
 
     model: str
     revision: str | None = None
     output: str
+    shard_encoding: Literal["auto", "raw", "packed"] = "auto"
     draft: DraftRecipe
     calibration: CalibrationRecipe
     plan: PlanRecipe

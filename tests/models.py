@@ -12,7 +12,7 @@ import torch
 
 from specter_build.checkpoint import Checkpoint
 from specter_runtime.config import ModelConfig
-from specter_runtime.experts import Expert, ExpertKey, ExpertProvider, ResidentExperts
+from specter_runtime.experts import Expert, ExpertKey, ExpertProvider, ResidentExperts, StoredExpert
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
 from tests.checkpoints import make_checkpoint
@@ -24,7 +24,7 @@ class OpenModel:
 
     config: ModelConfig
     model: MoETransformer
-    weights: dict[ExpertKey, Expert]
+    weights: dict[ExpertKey, StoredExpert]
     dense_tensors: dict[str, torch.Tensor]
 
     @property
@@ -45,7 +45,7 @@ class OpenModel:
         blocks, _ = self.model.forward(
             token_ids, kv_cache, provider or self.experts, rows_per_block=rows_per_block
         )
-        return torch.cat([self.model.logits(block) for block in blocks])
+        return self.model.logits(blocks)
 
 
 class ShuffledExperts:

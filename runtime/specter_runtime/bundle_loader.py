@@ -25,6 +25,7 @@ from specter_runtime.experts import (
     expert_nbytes,
     expert_shapes,
     matrix_shapes,
+    packed_nbytes,
 )
 from specter_runtime.manifest import (
     MANIFEST_FILE,
@@ -89,6 +90,10 @@ class Bundle:
     def shard_file(self, key: ExpertKey) -> Path:
         """The file that holds an expert in the checkpoint's precision."""
         return self.root / shard_path(*key)
+
+    def shard_nbytes(self, key: ExpertKey) -> int:
+        """Bytes of that file."""
+        return self.manifest.files[shard_path(*key)].nbytes
 
     def json_file(self, name: str) -> dict[str, Any]:
         """One of the checkpoint's own JSON files; empty if the bundle has none of that name."""
@@ -252,8 +257,8 @@ def _check_consistency(root: Path, manifest: Manifest, plan: Plan) -> None:
 
 def _check_shards(where: Path, manifest: Manifest, keys: list[ExpertKey]) -> None:
     shards = manifest.experts
-    if shards.encoding != "raw":
-        raise BundleError(f"{where}: shard encoding {shards.encoding!r} is unknown, expected 'raw'")
+    if shards.encoding == "packed" and shards.numbers.dtype != "bfloat16":
+        raise BundleError(f"{where}: experts in {shards.numbers.dtype} cannot be packed")
     if shards.data_start % ALIGNMENT:
         raise BundleError(f"{where}: shard data must start at a multiple of {ALIGNMENT}")
     numbers, model = shards.numbers, manifest.model
@@ -270,17 +275,19 @@ def _check_shards(where: Path, manifest: Manifest, keys: list[ExpertKey]) -> Non
         raise BundleError(f"{where}: experts in fp8 need 'model.fp8_block_size'")
     if model.fp8_block_size is not None and min(model.fp8_block_size) < 1:
         raise BundleError(f"{where}: 'model.fp8_block_size' must be positive")
-    expected = expert_nbytes(model, numbers)
-    if shards.nbytes != expected:
+    is_packed = shards.encoding == "packed"
+    least = packed_nbytes(model, numbers, 0) if is_packed else expert_nbytes(model, numbers)
+    if shards.nbytes < least or (shards.nbytes > least and not is_packed):
         raise BundleError(
-            f"{where}: 'experts.nbytes' is {shards.nbytes}, the model's experts have {expected}"
+            f"{where}: 'experts.nbytes' is {shards.nbytes}, the model's experts have {least}"
+            + (" or more" if is_packed else "")
         )
-    size = shards.data_start + shards.nbytes
-    wrong = [
-        name for name in (shard_path(*key) for key in keys) if manifest.files[name].nbytes != size
-    ]
+    sizes = range(shards.data_start + least, shards.data_start + shards.nbytes + 1)
+    names = [shard_path(*key) for key in keys]
+    wrong = [name for name in names if manifest.files[name].nbytes not in sizes]
     if wrong:
-        raise BundleError(f"{where}: shards must have {size} bytes: {name_list(wrong)}")
+        most = f" to {sizes[-1]}" if is_packed else ""
+        raise BundleError(f"{where}: shards must have {sizes[0]}{most} bytes: {name_list(wrong)}")
 
 
 def _check_names(where: Path, manifest: Manifest) -> None:

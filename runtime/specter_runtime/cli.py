@@ -106,6 +106,11 @@ class DraftTokens(click.ParamType["int | None"]):
 @click.option("--io-threads", type=click.IntRange(1, 64), default=2, show_default=True)
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads of computation.")
 @click.option("--prefetch/--no-prefetch", default=True, help="Move experts ahead of verification.")
+@click.option(
+    "--predict-next-layer",
+    is_flag=True,
+    help="Without draft tokens: move experts ahead by the next layer's router.",
+)
 @click.option("--verify", is_flag=True, help="Compare all hashes before decoding.")
 @click.option("--stats", is_flag=True, help="Print measurements on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
@@ -127,6 +132,7 @@ def run(
     io_threads: int,
     threads: int | None,
     prefetch: bool,
+    predict_next_layer: bool,
     verify: bool,
     stats: bool,
     as_json: bool,
@@ -150,6 +156,7 @@ def run(
         num_io_threads=io_threads,
         num_threads=threads,
         prefetch=prefetch,
+        predict_next_layer=predict_next_layer,
         verify_hashes=verify,
     )
     sampling = SamplingConfig(temperature, top_k, top_p, seed)

@@ -15,6 +15,7 @@ from typing import Literal
 
 DType = Literal["bfloat16", "float16", "float32"]
 ExpertDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "mxfp4"]
+Encoding = Literal["raw", "packed"]
 QKNorm = Literal["none", "head", "full"]
 Scoring = Literal["softmax", "sigmoid", "softmax_topk", "sparsemixer"]
 
@@ -210,6 +211,8 @@ class RuntimeConfig:
         num_io_threads: threads that read expert shards.
         num_threads: threads of torch's operators; ``None`` leaves torch's default.
         prefetch: whether the draft's routing moves experts ahead of verification.
+        predict_next_layer: whether, where there is no draft, the next layer's router moves experts
+            ahead. It shortens stalls and reads more; measured, it loses more than it gains.
         load_timeout_seconds: how long a prefetch in flight may keep verification waiting before
             the expert is read again in the foreground.
     """
@@ -221,6 +224,7 @@ class RuntimeConfig:
     num_io_threads: int = 2
     num_threads: int | None = None
     prefetch: bool = True
+    predict_next_layer: bool = False
     load_timeout_seconds: float = 10.0
     verify_hashes: bool = False
 

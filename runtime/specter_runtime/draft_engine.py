@@ -86,7 +86,7 @@ class SelfDrafter:
                 [token], kv_cache, self._provider, rows_per_block=1
             )
             on_routings(routings)
-            logits = self._model.logits(blocks[0])  # [1, V]
+            logits = self._model.logits(blocks)  # [1, V]
             if sampling.is_greedy:
                 token = int(logits.argmax())
             else:

@@ -43,7 +43,7 @@ class _Slot:
     """One expert's room in the arena."""
 
     buffer: memoryview
-    weights: Expert
+    expert: Expert | None = None  # seen in the buffer, once something has been read into it
 
 
 @dataclass(slots=True)
@@ -77,7 +77,8 @@ class ExpertCache:
         Args:
             store: where experts are read from.
             num_slots: experts that can be resident.
-            view: sees a slot's uint8 tensor as weights, without a copy.
+            view: sees what was read into a slot's uint8 tensor, without a copy; raises
+                ``SpecterError`` if it is damaged.
             num_io_threads: threads that read.
             load_timeout_seconds: how long a demand waits for a load in flight before it reads the
                 expert itself.
@@ -120,7 +121,7 @@ class ExpertCache:
     def _slot(self, arena: memoryview, index: int) -> _Slot:
         size = self._store.slot_bytes
         buffer = arena[index * size : (index + 1) * size]
-        return _Slot(buffer, self._view(torch.frombuffer(buffer, dtype=torch.uint8)))
+        return _Slot(buffer)
 
     # ---- the foreground: demand -------------------------------------------------------------
 
@@ -155,16 +156,20 @@ class ExpertCache:
         ready: list[tuple[ExpertKey, Expert]] = []
         waiting: set[ExpertKey] = set()
         with self._lock:
+            wanted = set(keys)
             for key in self._due.pop(layer, ()):
                 self._next_use.pop(key, None)
+                load = self._loads.get(key)
+                if load is not None and not load.in_flight and key not in wanted:
+                    del self._loads[key]  # was foreseen wrongly; its place in the heap is skipped
             for key in keys:
                 self._pins[key] = self._pins.get(key, 0) + 1
                 slot = self._resident.get(key)
                 load = self._loads.get(key)
-                if slot is not None:
+                if slot is not None and slot.expert is not None:
                     self._stats.hits += 1
                     self._count_useful(key)
-                    ready.append((key, slot.weights))
+                    ready.append((key, slot.expert))
                 elif load is not None and load.in_flight:
                     self._stats.late_hits += 1
                     self._count_useful(key)
@@ -197,8 +202,8 @@ class ExpertCache:
                 while True:
                     for key in waiting:
                         slot = self._resident.get(key)
-                        if slot is not None:
-                            return key, slot.weights
+                        if slot is not None and slot.expert is not None:
+                            return key, slot.expert
                         if key in self._failures:
                             self._raise_or_retry(key)
                     remaining = deadline - time.perf_counter()
@@ -220,14 +225,14 @@ class ExpertCache:
     def _read_in_foreground(self, key: ExpertKey) -> tuple[ExpertKey, Expert]:
         """Read past a load that does not come: into memory of its own, used once, not cached."""
         buffer = aligned_buffer(self._store.slot_bytes)
-        failure = self._read(key, buffer)
-        if failure is not None:
-            raise failure
+        found = self._read(key, buffer)
+        if isinstance(found, SpecterError):
+            raise found
         with self._lock:
             self._stats.overdue_loads += 1
             self._stats.loads += 1
-            self._stats.loaded_bytes += self._store.expert_bytes
-        return key, self._view(torch.frombuffer(buffer, dtype=torch.uint8))
+            self._stats.loaded_bytes += self._store.nbytes(key)
+        return key, found
 
     def _unpin(self, key: ExpertKey) -> None:
         with self._lock:
@@ -336,19 +341,19 @@ class ExpertCache:
                     return
                 load, slot = task
                 self._begin_read(load)
-            failure = self._read(load.key, slot.buffer)
+            found = self._read(load.key, slot.buffer)
             with self._lock:
-                self._end_read(load, slot, failure)
+                self._end_read(load, slot, found)
                 self._load_ended.notify_all()
 
-    def _read(self, key: ExpertKey, buffer: memoryview) -> SpecterError | None:
+    def _read(self, key: ExpertKey, buffer: memoryview) -> Expert | SpecterError:
         try:
             self._store.read_into(key, buffer)
+            return self._view(torch.frombuffer(buffer, dtype=torch.uint8))
         except SpecterError as exc:
             return exc
         except Exception as exc:  # whatever it was, the foreground must learn of it
             return SpecterError(f"reading expert {tuple(key)} failed: {exc!r}")
-        return None
 
     def _next_task(self) -> tuple[_Load, _Slot] | None:
         """The most urgent queued load for which there is a slot."""
@@ -389,19 +394,20 @@ class ExpertCache:
             self._reading_since = time.perf_counter()
         self._num_reading += 1
 
-    def _end_read(self, load: _Load, slot: _Slot, failure: SpecterError | None) -> None:
+    def _end_read(self, load: _Load, slot: _Slot, found: Expert | SpecterError) -> None:
         self._num_reading -= 1
         if self._num_reading == 0:
             self._stats.link_busy_seconds += time.perf_counter() - self._reading_since
         del self._loads[load.key]
-        if failure is None:
+        if not isinstance(found, SpecterError):
             self._stats.loads += 1
-            self._stats.loaded_bytes += self._store.expert_bytes
+            self._stats.loaded_bytes += self._store.nbytes(load.key)
+            slot.expert = found
             self._resident[load.key] = slot
             return
         self._free.append(slot)
-        self._failures[load.key] = (load.kind, failure)
+        self._failures[load.key] = (load.kind, found)
         self._prefetched.discard(load.key)
         if load.kind == "prefetch":
             self._stats.failed_prefetches += 1
-            logger.warning("a prefetch failed and will be tried again on demand: %s", failure)
+            logger.warning("a prefetch failed and will be tried again on demand: %s", found)

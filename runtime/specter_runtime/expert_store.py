@@ -9,14 +9,16 @@ Called by: expert_cache (from its I/O threads).  Next: bundle_loader.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
+from specter_runtime.bundle_loader import Bundle
 from specter_runtime.errors import BundleError
 from specter_runtime.experts import ExpertKey
 from specter_runtime.shards import ALIGNMENT, align_up
@@ -24,6 +26,7 @@ from specter_runtime.shards import ALIGNMENT, align_up
 logger = logging.getLogger(__name__)
 
 DIRECT_IO_FLAG = getattr(os, "O_DIRECT", 0)
+HUGE_PAGE_BYTES = 1 << 21
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -35,13 +38,12 @@ class ExpertStore(Protocol):
         """Room that ``read_into`` needs, a multiple of ``ALIGNMENT``."""
         ...
 
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert, unpadded."""
+    def nbytes(self, key: ExpertKey) -> int:
+        """Bytes of an expert, unpadded."""
         ...
 
     def read_into(self, key: ExpertKey, buffer: memoryview) -> None:
-        """Fill the first ``expert_bytes`` of ``buffer``.
+        """Fill the first ``nbytes(key)`` of ``buffer``.
 
         Args:
             key: which expert.
@@ -61,40 +63,52 @@ class ShardExpertStore:
     """
 
     def __init__(
-        self, shard_file: Callable[[ExpertKey], Path], data_start: int, expert_bytes: int
+        self,
+        shard_file: Callable[[ExpertKey], Path],
+        nbytes: Callable[[ExpertKey], int],
+        data_start: int,
+        slot_bytes: int,
     ) -> None:
         """Create a store.
 
         Args:
             shard_file: where an expert's shard lies.
+            nbytes: bytes of data in an expert's shard.
             data_start: offset of the data in every shard, a multiple of ``ALIGNMENT``.
-            expert_bytes: bytes of data in every shard.
+            slot_bytes: of the largest shard's data, in whole blocks.
         """
         self._shard_file = shard_file
         self._data_start = data_start
-        self._expert_bytes = expert_bytes
+        self._slot_bytes = slot_bytes
+        self.nbytes = nbytes
         self.is_direct = DIRECT_IO_FLAG != 0
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> Self:
+        """The store of a bundle."""
+        shards = bundle.manifest.experts
+        return cls(
+            bundle.shard_file,
+            lambda key: bundle.shard_nbytes(key) - shards.data_start,
+            shards.data_start,
+            align_up(shards.nbytes),
+        )
 
     @property
     def slot_bytes(self) -> int:
-        """Expert bytes rounded up to whole blocks: a direct read asks for whole blocks."""
-        return align_up(self._expert_bytes)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert, unpadded."""
-        return self._expert_bytes
+        """Whole blocks: a direct read asks for no less."""
+        return self._slot_bytes
 
     def read_into(self, key: ExpertKey, buffer: memoryview) -> None:
         """See ``ExpertStore.read_into``."""
-        path = self._shard_file(key)
+        path, expected = self._shard_file(key), self.nbytes(key)
         try:
-            count = self._read(path, buffer)
+            count = self._read(path, buffer[: align_up(expected)])
         except OSError as exc:
             raise BundleError(f"{path}: reading the expert failed: {exc.strerror}") from exc
-        if count < self._expert_bytes:
+        if count < expected:
             raise BundleError(
-                f"{path}: short read: expected {self._expert_bytes} bytes at offset "
+                f"{path}: short read: expected {expected} bytes at offset "
                 f"{self._data_start}, got {count}; the file is damaged"
             )
 
@@ -132,4 +146,8 @@ def _read_all(path: Path, flags: int, buffer: memoryview, offset: int) -> int:
 
 def aligned_buffer(nbytes: int) -> memoryview:
     """Zeroed anonymous memory, page-aligned as direct I/O demands; freed with its last view."""
-    return memoryview(mmap.mmap(-1, max(nbytes, mmap.PAGESIZE)))[:nbytes]
+    memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= HUGE_PAGE_BYTES:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:nbytes]

@@ -15,14 +15,19 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from specter_runtime.config import ExpertNumbers, ModelConfig
+from specter_runtime import packed_bf16
+from specter_runtime.config import DTYPE_BYTES, Encoding, ExpertNumbers, ModelConfig
 from specter_runtime.packed import PackedTensor, dequantize
+from specter_runtime.packed_bf16 import PackedBfloat16, pack_bfloat16
 from specter_runtime.scaled import MXFP4_BLOCK, Fp8Matrix, Mxfp4Matrix, fp8_scale_shape
 
 Value = TypeVar("Value")
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """The three matrices of an expert, in the order in which a shard holds them."""
+
+PACKED_PARTS = ("codes", "table", "escape_starts", "escapes")
+"""Of a packed matrix, in the order in which a shard holds them for all three."""
 
 
 class ExpertKey(NamedTuple):
@@ -35,6 +40,14 @@ class ExpertKey(NamedTuple):
 class Expert(Protocol):
     """One routed expert in whatever form it is held."""
 
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """The weights to compute with."""
+        ...
+
+
+class StoredExpert(Expert, Protocol):
+    """One expert of a checkpoint or a shard."""
+
     @property
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Of gate, up and down projection, as the checkpoint has them; None without."""
@@ -42,10 +55,6 @@ class Expert(Protocol):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Role -> tensor as stored: what ``stored_forms`` names, in any order."""
-        ...
-
-    def to(self, dtype: torch.dtype) -> ExpertWeights:
-        """The weights to compute with."""
         ...
 
 
@@ -80,6 +89,40 @@ class ExpertWeights:
             self.gate_proj.to(dtype),
             self.up_proj.to(dtype),
             self.down_proj.to(dtype),
+            *(None if bias is None else bias.to(dtype) for bias in self.biases),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """One expert in bfloat16, losslessly packed: what a packed shard holds."""
+
+    gate_proj: PackedBfloat16
+    up_proj: PackedBfloat16
+    down_proj: PackedBfloat16
+    biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Role -> tensor as the checkpoint has it."""
+        return self.to(torch.bfloat16).tensors() | _present(self.biases)
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """What a packed shard holds, in its order: what has a fixed size, then escapes, biases."""
+        matrices = _matrices(self.gate_proj, self.up_proj, self.down_proj)
+        return {
+            **{
+                f"{role}.{part}": getattr(matrices[role], part)
+                for part in PACKED_PARTS
+                for role in PROJECTIONS
+            },
+            **_present(self.biases),
+        }
+
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """The weights, bit for bit where ``dtype`` is bfloat16."""
+        matrices = (self.gate_proj, self.up_proj, self.down_proj)
+        return ExpertWeights(
+            *(matrix.to(dtype) for matrix in matrices),
             *(None if bias is None else bias.to(dtype) for bias in self.biases),
         )
 
@@ -134,7 +177,7 @@ class PackedExpert:
         matrices = (self.gate_proj, self.up_proj, self.down_proj)
         return sum(m.nbytes for m in matrices) + sum(bias.nbytes for bias in self.biases)
 
-    def dequantize(self, dtype: torch.dtype) -> ExpertWeights:
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
         """The weights that the codes stand for."""
         return ExpertWeights(
             dequantize(self.gate_proj, dtype),
@@ -171,21 +214,15 @@ class ResidentExperts:
 class PackedExperts:
     """The draft's provider: stand-ins at any bit width; experts without one are left out."""
 
-    def __init__(self, packed: Mapping[ExpertKey, PackedExpert], dtype: torch.dtype) -> None:
+    def __init__(self, packed: Mapping[ExpertKey, Expert]) -> None:
         self._packed = packed
-        self._dtype = dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all stand-ins."""
-        return sum(expert.nbytes for expert in self._packed.values())
 
     def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
-        """Yield the dequantized stand-ins of those experts that have one."""
+        """Yield the stand-ins of those experts that have one."""
         for expert in expert_ids:
             packed = self._packed.get(ExpertKey(layer, expert))
             if packed is not None:
-                yield expert, packed.dequantize(self._dtype)
+                yield expert, packed
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -236,24 +273,85 @@ def expert_nbytes(config: ModelConfig, numbers: ExpertNumbers) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
 
 
-def view_expert(buffer: torch.Tensor, config: ModelConfig, numbers: ExpertNumbers) -> Expert:
-    """See the bytes of a raw shard as an expert; no copy.
+def packed_nbytes(config: ModelConfig, numbers: ExpertNumbers, num_escapes: int) -> int:
+    """Bytes of one losslessly packed expert with so many escapes, unpadded."""
+    matrices = matrix_shapes(config).values()
+    forms = [form for shape in matrices for form in packed_bf16.forms(shape).values()]
+    biases = expert_nbytes(config, numbers) - DTYPE_BYTES["bfloat16"] * config.expert_num_weights
+    sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in forms)
+    return sum(sizes) + 4 * num_escapes + biases
+
+
+def view_expert(
+    buffer: torch.Tensor, config: ModelConfig, numbers: ExpertNumbers, encoding: Encoding = "raw"
+) -> StoredExpert:
+    """See the bytes of a shard as an expert; no copy.
 
     Args:
-        buffer: uint8, at least ``expert_nbytes`` long, in shard order.
+        buffer: uint8, at least as long as the shard's data.
         config: gives the shapes.
         numbers: how the checkpoint stores them.
+        encoding: of the shard.
+
+    Raises:
+        ValueError: a packed shard's bytes are none.
     """
-    views: dict[str, torch.Tensor] = {}
-    start = 0
-    for role, (shape, dtype) in stored_forms(config, numbers).items():
-        nbytes = math.prod(shape) * dtype.itemsize
-        views[role] = buffer[start : start + nbytes].view(dtype).view(shape)
-        start += nbytes
-    return make_expert(views, config)
+    if encoding == "packed":
+        return _view_packed(_Reader(buffer), config, numbers)
+    reader = _Reader(buffer)
+    forms = stored_forms(config, numbers)
+    return make_expert({role: reader.take(*form) for role, form in forms.items()}, config)
 
 
-def make_expert(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> Expert:
+class _Reader:
+    """Takes one tensor after another from a buffer, without a copy."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._start = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor."""
+        stop = self._start + math.prod(shape) * dtype.itemsize
+        if not self._start <= stop <= len(self._buffer):
+            raise ValueError(f"{len(self._buffer)} bytes are too few, {stop} are needed")
+        part = self._buffer[self._start : stop]
+        self._start = stop
+        return part.view(dtype).view(shape)
+
+
+def _view_packed(reader: _Reader, config: ModelConfig, numbers: ExpertNumbers) -> PackedWeights:
+    shapes = matrix_shapes(config)
+    parts: dict[str, dict[str, torch.Tensor]] = {role: {} for role in shapes}
+    for part in PACKED_PARTS:
+        for role, shape in shapes.items():
+            if part == "escapes":
+                num_escapes = int(parts[role]["escape_starts"][-1])
+                parts[role][part] = reader.take((num_escapes,), torch.int32)
+            else:
+                parts[role][part] = reader.take(*packed_bf16.forms(shape)[part])
+    gate, up, down = (PackedBfloat16(**parts[role], shape=shapes[role]) for role in PROJECTIONS)
+    for matrix in (gate, up, down):
+        matrix.check()
+    biases: dict[str, torch.Tensor] = {}
+    for role, any_shape in expert_shapes(config).items():
+        if role not in shapes:
+            biases[role] = reader.take(any_shape, getattr(torch, str(numbers.bias_dtype)))
+    gate_bias, up_bias, down_bias = (biases.get(f"{role}_bias") for role in PROJECTIONS)
+    return PackedWeights(gate, up, down, (gate_bias, up_bias, down_bias))
+
+
+def pack_expert(weights: ExpertWeights) -> PackedWeights:
+    """Pack an expert whose matrices are bfloat16."""
+    return PackedWeights(
+        pack_bfloat16(weights.gate_proj),
+        pack_bfloat16(weights.up_proj),
+        pack_bfloat16(weights.down_proj),
+        weights.biases,
+    )
+
+
+def make_expert(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> StoredExpert:
     """An expert from its stored tensors by role."""
     biases = tuple(tensors.get(f"{role}_bias") for role in PROJECTIONS)
     if "gate_proj_scales" not in tensors:

@@ -56,13 +56,22 @@ class KVCache:
             CapacityError: there is no room.
         """
         stop = start + keys.shape[0]
+        all_keys, all_values = self.room(layer, stop)
+        all_keys[start:stop] = keys
+        all_values[start:stop] = values
+        return all_keys[:stop], all_values[:stop]  # [S, G, C]
+
+    def room(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, to be written up to position ``stop - 1``.
+
+        Raises:
+            CapacityError: there is no room.
+        """
         if stop > self.capacity_tokens:
             raise CapacityError(
                 f"the KV cache has room for {self.capacity_tokens} tokens, {stop} are needed"
             )
-        self._keys[layer][start:stop] = keys
-        self._values[layer][start:stop] = values
-        return self._keys[layer][:stop], self._values[layer][:stop]  # [S, G, C]
+        return self._keys[layer], self._values[layer]
 
     def advance(self, num_tokens: int) -> None:
         """Count ``num_tokens`` more as held: all layers have written them."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
+from specter_runtime import kernels
 from specter_runtime.config import RopeConfig
 
 
@@ -31,13 +32,56 @@ def rms_norm(
     return weight * wide.to(hidden.dtype)
 
 
+class LayerTensors(dict[str, torch.Tensor]):
+    """Role -> tensor of one layer, with what the kernels need to know of each, made when needed."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._matrices: dict[str, kernels.NativeMatrix] = {}
+        self._wide: dict[str, torch.Tensor] = {}
+
+    def matrix(self, role: str, bias_role: str) -> kernels.NativeMatrix:
+        """A matrix and its bias, if it has one, for the kernels."""
+        found = self._matrices.get(role)
+        if found is None:
+            found = kernels.NativeMatrix.of(self[role], self.get(bias_role))
+            self._matrices[role] = found
+        return found
+
+    def wide(self, role: str) -> torch.Tensor | None:
+        """A vector in float32; None if there is none."""
+        if role not in self:
+            return None
+        if role not in self._wide:
+            self._wide[role] = self[role].to(torch.float32).contiguous()
+        return self._wide[role]
+
+
+def linear(tensors: Mapping[str, torch.Tensor], role: str, rows: torch.Tensor) -> torch.Tensor:
+    """``rows @ W.T + b`` for the matrix ``role`` and its bias, in the rows' dtype.
+
+    A few rows are multiplied by the kernels, in which case a row's result does not depend on how
+    many they are.
+    """
+    bias_role = f"{role}_bias"
+    if isinstance(tensors, LayerTensors) and kernels.serves(rows.dtype, rows.shape[0]):
+        wide = tensors.matrix(role, bias_role).multiply(rows.to(torch.float32))
+        return wide.to(rows.dtype)
+    return functional.linear(rows, tensors[role], tensors.get(bias_role))
+
+
 def normalize(
-    hidden: torch.Tensor,  # [..., D]
+    hidden: torch.Tensor,  # [T, D]
     tensors: Mapping[str, torch.Tensor],
     name: str,
     eps: float,
 ) -> torch.Tensor:
     """The norm ``name``: layer norm where it has a bias, else root-mean-square norm."""
+    if isinstance(tensors, LayerTensors) and kernels.serves(hidden.dtype, hidden.shape[0]):
+        weight = tensors.wide(name)
+        assert weight is not None
+        rows = hidden.to(torch.float32)
+        return kernels.normalize(rows, weight, tensors.wide(f"{name}_bias"), eps).to(hidden.dtype)
     bias = tensors.get(f"{name}_bias")
     if bias is None:
         return rms_norm(hidden, tensors[name], eps)
@@ -48,7 +92,7 @@ Biases = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Of gate, up and down projection."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, each ``[T, 1, pairs]``."""
+"""Cosines and sines, each ``[T, 1, pairs]`` in float32."""
 
 
 class RotaryEmbedding:
@@ -59,10 +103,11 @@ class RotaryEmbedding:
         self._factor = rope.attention_factor
 
     def angles(self, start: int, num_tokens: int, dtype: torch.dtype) -> Angles:
-        """Angles of positions ``start ..``; computed in float32, rounded to ``dtype``."""
+        """Angles of positions ``start ..``, rounded to ``dtype`` and held in float32."""
         positions = torch.arange(start, start + num_tokens, dtype=torch.float32)
         angles = (positions.unsqueeze(-1) * self._frequencies).unsqueeze(1)  # [T, 1, pairs]
-        return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
+        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        return cos.to(dtype).to(torch.float32), sin.to(dtype).to(torch.float32)
 
 
 def rotate(
@@ -75,7 +120,7 @@ def rotate(
     Interleaved pairs come out in the half-split order: queries and keys alike, so their products
     are the same.
     """
-    cos, sin = angles
+    cos, sin = (part.to(heads.dtype) for part in angles)
     width = 2 * cos.shape[-1]
     turned = heads[..., :width]
     if interleaved:

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from specter_runtime.config import DType, ExpertNumbers, ModelConfig
+from specter_runtime.config import DType, Encoding, ExpertNumbers, ModelConfig
 from specter_runtime.errors import BundleError, name_list
 
 Record = TypeVar("Record")
@@ -60,13 +60,13 @@ class ExpertFormat:
 
     Attributes:
         numbers: as the checkpoint stores them.
-        encoding: ``raw``: the checkpoint's bytes.
+        encoding: ``raw``: the checkpoint's bytes; ``packed``: see ``packed_bf16``.
         data_start: offset of the data in every shard; a multiple of 4096.
-        nbytes: bytes of data in every shard.
+        nbytes: bytes of data in the largest shard; raw ones are all of one size.
     """
 
     numbers: ExpertNumbers
-    encoding: str
+    encoding: Encoding
     data_start: int
     nbytes: int
 
@@ -220,6 +220,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise BundleError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw
+
+
+SHARD_PATTERN = "experts/layer-*/expert-*.safetensors"
 
 
 def shard_path(layer: int, expert: int) -> str:

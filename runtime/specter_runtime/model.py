@@ -12,19 +12,21 @@ Called by: session, draft_engine, specter_build.profile_routing.  Next: layers, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
-from torch.nn import functional
 
+from specter_runtime import kernels
 from specter_runtime.config import LatentConfig, ModelConfig
-from specter_runtime.experts import PROJECTIONS, ExpertProvider
+from specter_runtime.experts import PROJECTIONS, ExpertProvider, ExpertWeights
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.layers import (
     Angles,
+    LayerTensors,
     RotaryEmbedding,
     attend,
+    linear,
     normalize,
     rms_norm,
     rotate,
@@ -38,31 +40,72 @@ LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention: the reference fixes it, whatever rms_norm_eps says."""
 
 
-@dataclass(frozen=True, slots=True)
+PredictionObserver = Callable[[Routing], None]
+
+
 class DecoderLayer:
-    """One layer: attention and a routed or dense MLP.
+    """One layer: attention and a routed or dense MLP."""
 
-    Attributes:
-        tensors: role -> tensor in the compute dtype (see ``bind``).
-        cache_layer: which layer of the KV cache it writes.
-    """
+    def __init__(
+        self, config: ModelConfig, index: int, cache_layer: int, tensors: LayerTensors
+    ) -> None:
+        """Take over bound tensors.
 
-    config: ModelConfig
-    index: int
-    cache_layer: int
-    tensors: Mapping[str, torch.Tensor]
+        Args:
+            config: of the model.
+            index: of the layer.
+            cache_layer: which layer of the KV cache it writes.
+            tensors: role -> tensor in the compute dtype (see ``bind``).
+        """
+        self.config = config
+        self.index = index
+        self.cache_layer = cache_layer
+        self.tensors = tensors
+        self._native = NativeAttention.of(config, index, tensors)
+        self._swiglus = {
+            prefix: kernels.prepare(
+                ExpertWeights(*(tensors[f"{prefix}_{name}"] for name in PROJECTIONS))
+            )
+            for prefix in ("dense", "shared")
+            if f"{prefix}_gate_proj" in tensors
+        }
+
+    def attend(
+        self,
+        blocks: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        angles: Sequence[Angles],
+        kv_cache: KVCache,
+    ) -> list[torch.Tensor]:
+        """Residual plus attention for consecutive blocks; see ``_each``."""
+        num_rows = sum(block.shape[0] for block in blocks)
+        if (
+            len(blocks) > 1
+            and self._native is not None
+            and kernels.serves(blocks[0].dtype, num_rows)
+        ):
+            cos, sin = (torch.cat(parts) for parts in zip(*angles, strict=True))
+            rows = self.attention(torch.cat(tuple(blocks)), starts[0], (cos, sin), kv_cache)
+            return list(torch.split(rows, [block.shape[0] for block in blocks]))
+        return [
+            self.attention(block, start, block_angles, kv_cache)
+            for block, start, block_angles in zip(blocks, starts, angles, strict=True)
+        ]
 
     def attention(
         self, hidden: torch.Tensor, start: int, angles: Angles, kv_cache: KVCache
     ) -> torch.Tensor:
         """Residual plus attention for a block ``[T, D]`` at positions ``start ..``."""
         c, t = self.config, self.tensors
+        if self._native is not None and kernels.serves(hidden.dtype, hidden.shape[0]):
+            keys, values = kv_cache.room(self.cache_layer, start + hidden.shape[0])
+            return self._native.compute(hidden, start, keys, values, angles)
         normed = normalize(hidden, t, "input_layernorm", c.rms_norm_eps)
         if c.latent is None:
             attended = self._grouped_attention(normed, start, angles, kv_cache)
         else:
             attended = self._latent_attention(normed, start, angles, kv_cache, c.latent)
-        out = functional.linear(attended, t["o_proj"], t.get("o_proj_bias"))
+        out = linear(t, "o_proj", attended)
         return self._add(hidden, out)
 
     def _grouped_attention(
@@ -82,7 +125,7 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Queries, keys or values ``[T, heads, C]``, normed, clipped and rotated."""
         c, t = self.config, self.tensors
-        out = functional.linear(normed, t[f"{name}_proj"], t.get(f"{name}_proj_bias"))
+        out = linear(t, f"{name}_proj", normed)
         norm = t.get(f"{name}_norm")
         if norm is not None and c.qk_norm == "full":
             out = rms_norm(out, norm, c.rms_norm_eps)
@@ -115,15 +158,15 @@ class DecoderLayer:
         c, t = self.config, self.tensors
         num_heads, rank = c.num_attention_heads, latent.kv_lora_rank
         if latent.q_lora_rank is None:
-            flat_queries = functional.linear(normed, t["q_proj"])
+            flat_queries = linear(t, "q_proj", normed)
         else:
-            low = functional.linear(normed, t["q_a_proj"], t.get("q_a_proj_bias"))
+            low = linear(t, "q_a_proj", normed)
             low = rms_norm(low, t["q_a_norm"], LATENT_NORM_EPS)
-            flat_queries = functional.linear(low, t["q_b_proj"])
+            flat_queries = linear(t, "q_b_proj", low)
         queries = flat_queries.view(normed.shape[0], num_heads, -1)  # [T, H, nope + rope]
         rope_width = latent.qk_rope_head_dim
         plain, turned = queries[..., :-rope_width], queries[..., -rope_width:]
-        compressed = functional.linear(normed, t["kv_a_proj"], t.get("kv_a_proj_bias"))
+        compressed = linear(t, "kv_a_proj", normed)
         latents, shared_key = compressed[..., :rank], compressed[..., rank:]
         latents = rms_norm(latents, t["kv_a_norm"], LATENT_NORM_EPS)
         shared_key = rotate(shared_key.unsqueeze(1), angles, c.rope.interleaved)  # [T, 1, rope]
@@ -148,15 +191,19 @@ class DecoderLayer:
     ) -> tuple[list[torch.Tensor], Routing | None]:
         """Residual plus MLP for all blocks; the routing of all their rows, None if dense."""
         c, t = self.config, self.tensors
-        normed = [self.mlp_input(x) for x in blocks]
+        normed = _each(self.mlp_input, blocks)
         if self.index in c.dense_layers:
-            outs = [self._swiglu("dense", rows) for rows in normed]
+            outs = _each(lambda rows: self._swiglu("dense", rows), normed)
             return [self._add(x, out) for x, out in zip(blocks, outs, strict=True)], None
         routings = [route(rows, t, c.routing, c.num_experts_per_tok, self.index) for rows in normed]
         outs = mix_experts(normed, routings, provider, c.swiglu_limit)
         if c.shared_intermediate_size:
-            pairs = zip(outs, normed, strict=True)
-            outs = [out + self._shared_expert(rows) for out, rows in pairs]
+            shared = _each(lambda rows: self._swiglu("shared", rows), normed)
+            if c.shared_gate:
+                gates = [linear(t, "shared_expert_gate", rows) for rows in normed]  # [T, 1]
+                pairs = zip(gates, shared, strict=True)
+                shared = [torch.sigmoid(gate) * out for gate, out in pairs]
+            outs = [out + own for out, own in zip(outs, shared, strict=True)]
         merged = Routing(
             self.index,
             torch.cat([r.selected_experts for r in routings]),
@@ -164,20 +211,75 @@ class DecoderLayer:
         )
         return [self._add(x, out) for x, out in zip(blocks, outs, strict=True)], merged
 
-    def _shared_expert(self, normed: torch.Tensor) -> torch.Tensor:
-        out = self._swiglu("shared", normed)
-        if not self.config.shared_gate:
-            return out
-        gate = functional.linear(normed, self.tensors["shared_expert_gate"])  # [T, 1]
-        return torch.sigmoid(gate) * out
+    def predict(self, blocks: Sequence[torch.Tensor]) -> Routing:
+        """What this layer's router makes of an earlier layer's hidden states.
+
+        The residual stream changes little from layer to layer: arXiv 2312.17238, section 3.2.
+        """
+        c = self.config
+        rows = self.mlp_input(torch.cat(tuple(blocks)))
+        return route(rows, self.tensors, c.routing, c.num_experts_per_tok, self.index)
 
     def _swiglu(self, prefix: str, normed: torch.Tensor) -> torch.Tensor:
+        expert, num_rows = self._swiglus[prefix], normed.shape[0]
+        if isinstance(expert, kernels.NativeExpert) and kernels.serves(normed.dtype, num_rows):
+            every, out = range(num_rows), torch.empty(normed.shape)
+            expert.compute(normed.to(torch.float32), every, out, every, None)
+            return out.to(normed.dtype)
         gate, up, down = (self.tensors[f"{prefix}_{name}"] for name in PROJECTIONS)
         return swiglu(normed, gate, up, down)
 
     def _add(self, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         multiplier = self.config.residual_multiplier
         return residual + (out if multiplier == 1.0 else out * multiplier)
+
+
+class NativeAttention:
+    """The attention half of a layer by the kernels, for a few rows: what ``attention`` spells out.
+
+    The cache's dtype is the compute dtype.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, tensors: LayerTensors) -> None:
+        c = config
+        names = ("input_layernorm", "input_layernorm_bias", "q_norm", "k_norm", "sinks")
+        vectors = [tensors.wide(name) for name in names]
+        matrices = [tensors.matrix(f"{p}_proj", f"{p}_proj_bias") for p in "qkvo"]
+        self._kernel = kernels.AttentionKernel(
+            matrices,
+            vectors,
+            num_heads=c.num_attention_heads,
+            num_kv_heads=c.num_key_value_heads,
+            head_dim=c.head_dim,
+            num_pairs=len(c.rope.inverse_frequencies),
+            norm_is_full=c.qk_norm == "full",
+            norm_after_rope=c.qk_norm_after_rope,
+            interleaved=c.rope.interleaved,
+            window=(c.sliding_window or 0) if index in c.sliding_layers else 0,
+            eps=c.rms_norm_eps,
+            clip=c.clip_qkv or 0.0,
+            scaling=c.attention_scaling,
+            residual_multiplier=c.residual_multiplier,
+        )
+
+    @classmethod
+    def of(cls, config: ModelConfig, index: int, tensors: LayerTensors) -> NativeAttention | None:
+        """None where there are no kernels, or none for this model."""
+        dtype = tensors["o_proj"].dtype
+        is_served = config.latent is None and dtype in kernels.CACHE_DTYPES
+        return cls(config, index, tensors) if is_served and kernels.library() else None
+
+    def compute(
+        self,
+        hidden: torch.Tensor,  # [T, D]
+        start: int,
+        keys: torch.Tensor,  # [S, G, C]
+        values: torch.Tensor,  # [S, G, C]
+        angles: Angles,
+    ) -> torch.Tensor:
+        """Residual plus attention: ``[T, D]``; writes the cache from ``start``."""
+        wide = hidden.to(torch.float32)
+        return self._kernel.compute(wide, start, keys, values, *angles).to(hidden.dtype)
 
 
 class MoETransformer:
@@ -210,6 +312,8 @@ class MoETransformer:
             DecoderLayer(config, i, i, bind(config, i, tensors, tensor_names, dtype))
             for i in range(config.num_hidden_layers)
         ]
+        routed = config.moe_layers
+        self._next_routed = dict(pairwise(routed))
 
     def forward(
         self,
@@ -218,6 +322,7 @@ class MoETransformer:
         provider: ExpertProvider,
         *,
         rows_per_block: int,
+        on_prediction: PredictionObserver | None = None,
     ) -> tuple[list[torch.Tensor], list[Routing]]:
         """Run T tokens behind those in the cache.
 
@@ -226,6 +331,8 @@ class MoETransformer:
             kv_cache: its ``length`` is the position of the first; grows by T.
             provider: where experts come from.
             rows_per_block: 1 to decode or verify, more for a prompt.
+            on_prediction: told, before a layer's experts are fetched, what the next routed layer's
+                router would choose for the hidden states as they are now.
 
         Returns:
             Final hidden states (blocks ``[rows, D]``, normed) and the routing of each routed layer.
@@ -241,20 +348,33 @@ class MoETransformer:
         ]
         routings: list[Routing] = []
         for layer in self._layers:
-            blocks = [
-                layer.attention(block, start, block_angles, kv_cache)
-                for block, start, block_angles in zip(blocks, starts, angles, strict=True)
-            ]
+            blocks = layer.attend(blocks, starts, angles, kv_cache)
+            if on_prediction is not None and layer.index in self._next_routed:
+                on_prediction(self._layers[self._next_routed[layer.index]].predict(blocks))
             blocks, routing = layer.mlp(blocks, provider)
             if routing is not None:
                 routings.append(routing)
         kv_cache.advance(len(token_ids))
         eps = self.config.rms_norm_eps
-        return [normalize(block, self._common, "norm", eps) for block in blocks], routings
+        return _each(lambda rows: normalize(rows, self._common, "norm", eps), blocks), routings
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits ``[T, V]`` of normed hidden states ``[T, D]``."""
-        return head_logits(hidden, self._common, self.config)
+    def logits(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Float32 logits ``[T, V]`` of normed hidden states, block by block."""
+        return torch.cat(_each(lambda rows: head_logits(rows, self._common, self.config), blocks))
+
+
+def _each(
+    function: Callable[[torch.Tensor], torch.Tensor], blocks: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """A function of rows, applied block by block.
+
+    A few rows are put together where the kernels are there, which compute each by itself: the
+    function may hold nothing else whose rounding depends on the number of rows.
+    """
+    sizes = [block.shape[0] for block in blocks]
+    if len(blocks) > 1 and kernels.serves(blocks[0].dtype, sum(sizes)):
+        return list(torch.split(function(torch.cat(tuple(blocks))), sizes))
+    return [function(block) for block in blocks]
 
 
 def embed(
@@ -273,8 +393,8 @@ def head_logits(
     config: ModelConfig,
 ) -> torch.Tensor:
     """Float32 logits ``[T, V]`` of normed hidden states; the head is tied if there is none."""
-    head = common.get("lm_head", common["embed_tokens"])
-    logits = functional.linear(hidden, head, common.get("lm_head_bias")).to(torch.float32)
+    role = "lm_head" if "lm_head" in common else "embed_tokens"
+    logits = linear(common, role, hidden).to(torch.float32)
     return logits if config.logits_scaling == 1.0 else logits / config.logits_scaling
 
 
@@ -284,7 +404,7 @@ def bind(
     tensors: Mapping[str, torch.Tensor],
     tensor_names: Mapping[str, str],
     dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
+) -> LayerTensors:
     """Role -> tensor of one layer (or of no layer) in the compute dtype, routing in float32."""
     bound = {}
     for role in dense_shapes(config, layer):
@@ -294,4 +414,4 @@ def bind(
         if scales is not None and config.fp8_block_size is not None:
             stored = Fp8Matrix(tensors[name], scales, config.fp8_block_size)
         bound[role] = stored.to(torch.float32 if role in FLOAT32_ROLES else dtype)
-    return bound
+    return LayerTensors(bound)

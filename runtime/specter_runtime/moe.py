@@ -9,15 +9,19 @@ Called by: model.  Next: experts.ExpertProvider.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
-from torch.nn import functional
 
+from specter_runtime import kernels
 from specter_runtime.config import RoutingConfig
 from specter_runtime.experts import ExpertProvider, ExpertWeights
-from specter_runtime.layers import swiglu
+from specter_runtime.layers import linear, swiglu
+
+LEFT_OUT = -1
+"""In place of the rank of an expert that the provider did not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,7 @@ def route(
         num_experts_per_tok: experts chosen for a token.
         layer: for the record.
     """
-    logits = functional.linear(
-        hidden.to(torch.float32), tensors["router"], tensors.get("router_bias")
-    )  # [T, E]
+    logits = linear(tensors, "router", hidden.to(torch.float32))  # [T, E]
     if routing.scoring == "sparsemixer":
         selected, weights = _sparsemixer(logits, num_experts_per_tok, routing.jitter_eps)
     elif routing.scoring == "softmax_topk":
@@ -128,66 +130,73 @@ def mix_experts(
     Experts that the provider leaves out are skipped, and a row's other weights are scaled so that
     their sum stays what it was.
     """
-    layer = routings[0].layer
-    wanted = sorted({expert for routing in routings for expert in routing.expert_ids()})
-    sums = [_BlockSum(block, routing) for block, routing in zip(blocks, routings, strict=True)]
-    served: set[int] = set()
-    for expert, stored in provider.experts(layer, wanted):
-        served.add(expert)
-        weights = stored.to(blocks[0].dtype)
-        for block_sum in sums:
-            block_sum.add(expert, weights, swiglu_limit)
-    return [block_sum.total(served) for block_sum in sums]
+    layer, num_ranks = routings[0].layer, routings[0].selected_experts.shape[1]
+    rows = blocks[0] if len(blocks) == 1 else torch.cat(tuple(blocks))
+    selected = torch.cat([routing.selected_experts for routing in routings])  # [T, K]
+    weights = torch.cat([routing.routing_weights for routing in routings])
+    ranks: list[int] = []  # of each row, in ascending order of its experts
+    places: dict[int, list[int]] = {}  # expert -> where in `ranks`
+    for experts in selected.tolist():
+        for rank in sorted(range(num_ranks), key=experts.__getitem__):
+            places.setdefault(experts[rank], []).append(len(ranks))
+            ranks.append(rank)
+    outputs = torch.empty(len(ranks), rows.shape[1])  # float32, one a choice
+    wide = rows.to(torch.float32)
+    bounds = [0, *accumulate(block.shape[0] for block in blocks)]
+    left_out = set(places)
+    for expert, stored in provider.experts(layer, sorted(places)):
+        left_out.discard(expert)
+        targets = places[expert]
+        sources = [target // num_ranks for target in targets]
+        form = kernels.prepare(stored) if kernels.serves(rows.dtype, len(sources)) else stored
+        if isinstance(form, kernels.NativeExpert):
+            form.compute(wide, sources, outputs, targets, swiglu_limit)
+            continue
+        full = stored.to(rows.dtype)
+        for start, stop in pairwise(bounds):  # as many rows a call as the block has
+            inside = [i for i, row in enumerate(sources) if start <= row < stop]
+            if inside:
+                chosen = rows[[sources[i] for i in inside]]
+                outputs[[targets[i] for i in inside]] = _compute(full, chosen, swiglu_limit)
+    for expert in left_out:
+        for place in places[expert]:
+            ranks[place] = LEFT_OUT
+    sums = combine(outputs, weights, ranks)
+    if left_out:
+        sums = sums * left_out_scale(Routing(layer, selected, weights), places.keys() - left_out)
+    return list(torch.split(sums.to(rows.dtype), [block.shape[0] for block in blocks]))
 
 
-class _BlockSum:
-    """Sums one block's expert outputs in ascending expert order, whatever order they come in.
+def _compute(expert: ExpertWeights, rows: torch.Tensor, swiglu_limit: float | None) -> torch.Tensor:
+    """An expert's output in float32, by torch's operators."""
+    matrices = (expert.gate_proj, expert.up_proj, expert.down_proj)
+    return swiglu(rows, *matrices, expert.biases, swiglu_limit).to(torch.float32)
 
-    An output is added, and dropped, as soon as all before it have been; only those that came too
-    early are held.
+
+def combine(
+    outputs: torch.Tensor,  # [T * K, D]
+    weights: torch.Tensor,  # [T, K]
+    ranks: Sequence[int],  # [T * K]
+) -> torch.Tensor:
+    """Each row's weighted outputs, added up in the order in which they stand: ``[T, D]``.
+
+    ``ranks`` says which of its row's weights belongs to an output, or that it is left out.
     """
-
-    def __init__(self, hidden: torch.Tensor, routing: Routing) -> None:
-        self._hidden = hidden
-        self._routing = routing
-        self._order = routing.expert_ids()
-        self._num_added = 0
-        self._early: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # rows, weighted output
-        self._sum = torch.zeros(hidden.shape, dtype=torch.float32)
-
-    def add(self, expert: int, weights: ExpertWeights, swiglu_limit: float | None) -> None:
-        """Compute ``expert`` for the rows of this block that chose it."""
-        if expert not in self._order:
-            return
-        rows, ranks = torch.where(self._routing.selected_experts == expert)
-        output = swiglu(
-            self._hidden[rows],
-            weights.gate_proj,
-            weights.up_proj,
-            weights.down_proj,
-            weights.biases,
-            swiglu_limit,
-        )
-        shares = self._routing.routing_weights[rows, ranks].unsqueeze(-1)
-        self._early[expert] = (rows, shares * output.to(torch.float32))
-        while self._num_added < len(self._order) and self._order[self._num_added] in self._early:
-            self._add_early(self._order[self._num_added])
-
-    def _add_early(self, expert: int) -> None:
-        rows, weighted = self._early.pop(expert)
-        self._sum[rows] += weighted
-        self._num_added += 1
-
-    def total(self, served: set[int]) -> torch.Tensor:
-        """The weighted sum ``[T, D]``; rows with left-out experts are scaled up."""
-        for expert in sorted(self._early):
-            self._add_early(expert)
-        if served.issuperset(self._order):
-            return self._sum.to(self._hidden.dtype)
-        return (self._sum * left_out_scale(self._routing, served)).to(self._hidden.dtype)
+    if kernels.library() is not None:
+        return kernels.combine(outputs, weights.contiguous(), ranks)
+    num_rows, num_ranks = weights.shape
+    order = torch.tensor(ranks).view(num_rows, num_ranks)
+    shares = weights.gather(-1, order.clamp(min=0)).masked_fill(order == LEFT_OUT, 0.0)
+    present = outputs.view(num_rows, num_ranks, -1).masked_fill(
+        (order == LEFT_OUT).unsqueeze(-1), 0.0
+    )
+    total = torch.zeros(num_rows, outputs.shape[1])
+    for k in range(num_ranks):
+        total += shares[:, k : k + 1] * present[:, k]
+    return total
 
 
-def left_out_scale(routing: Routing, served: set[int]) -> torch.Tensor:
+def left_out_scale(routing: Routing, served: Collection[int]) -> torch.Tensor:
     """Factor ``[T, 1]`` that makes up for the weight of left-out experts.
 
     A row none of whose experts is served gets 0: the layer then adds nothing to it.

@@ -36,6 +36,11 @@ class Prefetcher:
                     ExpertKey(routing.layer, expert), deadline=routing.layer
                 )
 
+    def observe_prediction(self, routing: Routing) -> None:
+        """Ask for the experts that the next layer will probably need."""
+        for expert in routing.expert_ids():
+            self._cache.prefetch(ExpertKey(routing.layer, expert), deadline=routing.layer)
+
     def end_window(self) -> None:
         """Forget what was asked for; reads in flight still arrive."""
         self._cache.cancel_prefetches()

@@ -17,15 +17,16 @@ from typing import Self
 
 import torch
 
+from specter_runtime import kernels
 from specter_runtime.bundle_loader import Bundle, load_bundle
 from specter_runtime.config import GenerationLimits, ModelConfig, RuntimeConfig, SamplingConfig
 from specter_runtime.draft_engine import SelfDrafter
 from specter_runtime.errors import CapacityError, SpecterError
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
-from specter_runtime.experts import ExpertKey, PackedExperts, view_expert
+from specter_runtime.experts import Expert, ExpertKey, PackedExperts, view_expert
 from specter_runtime.kv_cache import KVCache
-from specter_runtime.manifest import Plan
+from specter_runtime.manifest import ExpertFormat, Plan
 from specter_runtime.memory import MemoryUse, divide_budget
 from specter_runtime.metrics import DecodeStats
 from specter_runtime.model import MoETransformer
@@ -78,9 +79,8 @@ class Session:
         manifest, plan, model_config = bundle.manifest, bundle.plan, bundle.manifest.model
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        store = store or ShardExpertStore(
-            bundle.shard_file, manifest.experts.data_start, manifest.experts.nbytes
-        )
+        kernels.set_threads(torch.get_num_threads())
+        store = store or ShardExpertStore.of(bundle)
         num_draft_tokens, dtype_name, context = _resolve(plan, config)
         dtype: torch.dtype = getattr(torch, dtype_name)
         budget = config.memory_budget_bytes
@@ -90,14 +90,17 @@ class Session:
             model = MoETransformer(
                 model_config, bundle.dense_tensors(), manifest.tensor_names, dtype
             )
-            draft_experts = PackedExperts(bundle.draft_experts() if num_draft_tokens else {}, dtype)
+            stand_ins = bundle.draft_experts() if num_draft_tokens else {}
+            draft_experts = PackedExperts(
+                {key: kernels.prepare(expert) for key, expert in stand_ins.items()}
+            )
         tokenizer = Tokenizer(root)
         eos_token_ids = bundle.eos_token_ids() | tokenizer.eos_token_ids
         kv_cache = KVCache(model_config, context, dtype)
         cache = ExpertCache(  # starts threads: nothing behind it may fail without closing it
             store,
             memory.num_slots,
-            partial(view_expert, config=model_config, numbers=manifest.experts.numbers),
+            partial(_view, model_config, manifest.experts),
             config.num_io_threads,
             config.load_timeout_seconds,
         )
@@ -107,7 +110,7 @@ class Session:
             cache.close()
             raise
         prefetcher = None
-        if config.prefetch and num_draft_tokens:
+        if config.prefetch if num_draft_tokens else config.predict_next_layer:
             reserve = min(memory.num_slots - 1, model_config.num_experts_per_tok)
             prefetcher = Prefetcher(
                 cache, (memory.num_slots - reserve) * store.slot_bytes, store.slot_bytes
@@ -200,6 +203,7 @@ class Session:
         return {
             "num_draft_tokens_max": self.num_draft_tokens,
             "direct_io": self.is_direct_io,
+            "kernels": kernels.name(),
             "memory": asdict(self.memory),
             **self.stats.to_dict(),
         }
@@ -218,6 +222,11 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _view(config: ModelConfig, stored: ExpertFormat, buffer: torch.Tensor) -> Expert:
+    """See a slot's bytes as an expert, ready for the kernels where there are some."""
+    return kernels.prepare(view_expert(buffer, config, stored.numbers, stored.encoding))
 
 
 def bundle_memory(

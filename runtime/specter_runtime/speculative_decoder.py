@@ -27,7 +27,7 @@ from specter_runtime.errors import SpecterError
 from specter_runtime.experts import ExpertProvider
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.metrics import DecodeStats
-from specter_runtime.model import MoETransformer
+from specter_runtime.model import MoETransformer, PredictionObserver
 from specter_runtime.moe import Routing
 from specter_runtime.prefetcher import Prefetcher
 from specter_runtime.sampling import draw, probabilities
@@ -102,9 +102,10 @@ class SpeculativeDecoder:
             self._kv_cache,
             self._experts,
             rows_per_block=1,
+            on_prediction=None if draft.token_ids else self._on_prediction,
         )
         self._end_window()
-        acceptance = self._accept(draft, torch.cat([self._model.logits(x) for x in blocks]))
+        acceptance = self._accept(draft, self._model.logits(blocks))
         self._kv_cache.truncate(committed + 1 + acceptance.num_accepted)
         self._last_token_id = acceptance.next_token_id
         self.stats.num_windows += 1
@@ -119,7 +120,7 @@ class SpeculativeDecoder:
             blocks, _ = self._model.forward(
                 chunk, self._kv_cache, self._experts, rows_per_block=PROMPT_CHUNK_TOKENS
             )
-        logits = self._model.logits(blocks[-1][-1:])
+        logits = self._model.logits([blocks[-1][-1:]])
         self._last_token_id = self._accept(Draft([], None), logits).next_token_id
         return self._last_token_id
 
@@ -137,6 +138,11 @@ class SpeculativeDecoder:
         )
         self.stats.draft_seconds += time.perf_counter() - started
         return draft
+
+    @property
+    def _on_prediction(self) -> PredictionObserver | None:
+        """Without a draft, the next layer's router is what there is to look ahead with."""
+        return None if self._prefetcher is None else self._prefetcher.observe_prediction
 
     def _on_routings(self, routings: list[Routing]) -> None:
         if self._prefetcher is not None:

@@ -325,7 +325,7 @@ def test_manifest_that_does_not_list_a_needed_file_is_refused(bundle: Path, name
 
 INCONSISTENT: dict[str, tuple[tuple[str | int, ...], object, str]] = {
     # value of the manifest, another one, what the message says
-    "encoding": (("experts", "encoding"), "zstd", "'zstd' is unknown"),
+    "encoding": (("experts", "encoding"), "zstd", "'zstd'"),
     "draft bits 5": (("draft", "bits", 2, 3), 5, "'draft.bits' may hold"),
     "draft bits -4": (("draft", "bits", 2, 3), -4, "'draft.bits' may hold"),
     "draft bits of an expert too few": (("draft", "bits", 1), [4] * 7, "'draft.bits' must have"),

@@ -27,7 +27,7 @@ from specter_runtime.errors import BundleError, CapacityError, SpecterError
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
 from specter_runtime.experts import ExpertKey, ExpertWeights
-from specter_runtime.shards import ALIGNMENT, write_tensors
+from specter_runtime.shards import ALIGNMENT, align_up, write_tensors
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -70,7 +70,9 @@ class ScriptedStore:
     """Experts in memory. Reads of a held expert wait for ``release``; failing ones raise."""
 
     slot_bytes = ALIGNMENT
-    expert_bytes = EXPERT_BYTES
+
+    def nbytes(self, key: ExpertKey) -> int:
+        return EXPERT_BYTES
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
         """``pause`` is called in the middle of every read."""
@@ -261,7 +263,7 @@ def test_hits_late_hits_and_misses_are_counted_at_demand(
     cache.prefetch(C, deadline=0)
     wait_until(lambda: C in store.started)  # in flight
     cache.prefetch(D, deadline=0)  # queued
-    cache.prefetch(E, deadline=0)  # queued, and never demanded
+    cache.prefetch(E, deadline=1)  # queued, and not demanded before layer 1
     before = cache.stats()
     result = in_background.submit(consume, cache, 0, [0, 1, 2, 3, 5])
     wait_until(lambda: cache.stats().misses == 3)
@@ -278,6 +280,25 @@ def test_hits_late_hits_and_misses_are_counted_at_demand(
     assert stats.overdue_loads == stats.failed_prefetches == 0
     assert consume(cache, 0, [4]) == [4]
     assert cache.stats().useful_prefetches == 3
+
+
+def test_a_queued_prefetch_whose_layer_passes_without_a_demand_is_not_read(
+    open_cache: OpenCache, store: ScriptedStore, in_background: ThreadPoolExecutor
+) -> None:
+    cache = open_cache(6)
+    store.hold(A)
+    cache.prefetch(A, deadline=0)
+    wait_until(lambda: A in store.started)
+    cache.prefetch(B, deadline=0)  # foreseen wrongly
+    cache.prefetch(C, deadline=1)
+    result = in_background.submit(consume, cache, 0, [3])
+    wait_until(lambda: cache.stats().misses == 1)
+    store.release(A)
+    assert result.result(PATIENCE_SECONDS) == [3]
+    wait_until(lambda: cache.is_resident(C))
+    assert store.started == [A, D, C]
+    assert cache.prefetch(B, deadline=2)  # nothing is left of it: it can be asked for again
+    wait_until(lambda: cache.is_resident(B))
 
 
 def test_prefetch_that_gave_way_unused_was_not_useful(open_cache: OpenCache) -> None:
@@ -429,7 +450,7 @@ def test_demands_are_read_before_queued_prefetches(
     store.hold(A)
     cache.prefetch(A, deadline=0)
     wait_until(lambda: A in store.started)
-    cache.prefetch(B, deadline=0)
+    cache.prefetch(B, deadline=1)
     cache.prefetch(C, deadline=0)
     result = in_background.submit(consume, cache, 0, [3, 2])
     wait_until(lambda: cache.stats().misses == 2)
@@ -538,7 +559,7 @@ def test_cancelled_prefetches_are_not_read_and_those_in_flight_arrive(
         cache.prefetch(key, deadline=0)
     wait_until(lambda: A in store.started)
     cache.cancel_prefetches()
-    assert cache.prefetch(B, deadline=0)  # asked for anew: a read is queued again
+    assert cache.prefetch(B, deadline=1)  # asked for anew: a read is queued again
     result = in_background.submit(consume, cache, 0, [3])
     wait_until(lambda: cache.stats().misses == 1)
     store.release(A)
@@ -746,7 +767,12 @@ def test_short_read_is_retried_after_a_prefetch_and_raised_after_a_demand(
         write_tensors(tmp_path / str(key.expert), {"data": data}, {})
         return tmp_path / str(key.expert)
 
-    files = ShardExpertStore(lambda key: tmp_path / str(key.expert), ALIGNMENT, EXPERT_BYTES)
+    files = ShardExpertStore(
+        lambda key: tmp_path / str(key.expert),
+        lambda key: EXPERT_BYTES,
+        ALIGNMENT,
+        align_up(EXPERT_BYTES),
+    )
     cache = open_cache(2, store=files)
     for key in (A, B):
         os.truncate(write(key), ALIGNMENT + EXPERT_BYTES - 1)

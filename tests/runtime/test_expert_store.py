@@ -18,7 +18,7 @@ from specter_runtime.bundle_loader import load_bundle
 from specter_runtime.errors import BundleError
 from specter_runtime.expert_store import DIRECT_IO_FLAG, ShardExpertStore, aligned_buffer
 from specter_runtime.experts import PROJECTIONS, ExpertKey
-from specter_runtime.shards import ALIGNMENT, read_header, tensor_bytes, write_tensors
+from specter_runtime.shards import ALIGNMENT, align_up, read_header, tensor_bytes, write_tensors
 
 KEY = ExpertKey(1, 2)
 SIZES = (4096, 8192, 4095, 4097, 10_000, 5)
@@ -49,7 +49,9 @@ def write_shard(folder: Path, nbytes: int) -> bytes:
 
 
 def open_store(folder: Path, nbytes: int) -> ShardExpertStore:
-    return ShardExpertStore(lambda key: folder / "shard", ALIGNMENT, nbytes)
+    return ShardExpertStore(
+        lambda key: folder / "shard", lambda key: nbytes, ALIGNMENT, align_up(nbytes)
+    )
 
 
 def read(store: ShardExpertStore, key: ExpertKey = KEY) -> bytes:
@@ -57,7 +59,7 @@ def read(store: ShardExpertStore, key: ExpertKey = KEY) -> bytes:
     buffer = aligned_buffer(store.slot_bytes)
     buffer[:] = b"\xa5" * len(buffer)
     store.read_into(key, buffer)
-    return bytes(buffer[: store.expert_bytes])
+    return bytes(buffer[: store.nbytes(KEY)])
 
 
 class Opens:
@@ -89,8 +91,7 @@ def direct_io_flag() -> None:
 
 def test_store_reads_the_bytes_of_the_bundles_experts(tiny_bundle: Path) -> None:
     bundle = load_bundle(tiny_bundle)
-    experts = bundle.manifest.experts
-    store = ShardExpertStore(bundle.shard_file, experts.data_start, experts.nbytes)
+    store = ShardExpertStore.of(bundle)
     for key in (ExpertKey(layer, expert) for layer in range(3) for expert in range(8)):
         shard = tiny_bundle / f"experts/layer-{key.layer:03d}/expert-{key.expert:03d}.safetensors"
         tensors = load_file(shard)
@@ -107,7 +108,7 @@ def test_store_reads_the_bytes_of_the_bundles_experts(tiny_bundle: Path) -> None
 def test_expert_of_any_size_is_read_whole(tmp_path: Path, nbytes: int) -> None:
     data = write_shard(tmp_path, nbytes)
     store = open_store(tmp_path, nbytes)
-    assert store.expert_bytes == nbytes
+    assert store.nbytes(KEY) == nbytes
     assert store.slot_bytes == min(n for n in range(0, 20_000, 4096) if n >= nbytes)
     assert read(store) == data
 
@@ -200,7 +201,12 @@ def test_memory_file_system_is_read_whatever_it_supports(tmp_path: Path) -> None
     try:
         data = write_shard(tmp_path, 10_000)
         shard.write_bytes((tmp_path / "shard").read_bytes())
-        assert read(ShardExpertStore(lambda key: shard, ALIGNMENT, 10_000)) == data
+        assert (
+            read(
+                ShardExpertStore(lambda key: shard, lambda key: 10_000, ALIGNMENT, align_up(10_000))
+            )
+            == data
+        )
     finally:
         shard.unlink(missing_ok=True)
 

@@ -19,7 +19,7 @@ from specter_runtime.acceptance import rejection_sample
 from specter_runtime.bundle_loader import load_bundle
 from specter_runtime.config import DTYPE_BYTES, ExpertNumbers, ModelConfig, SamplingConfig
 from specter_runtime.errors import CapacityError
-from specter_runtime.experts import ExpertKey, PackedExperts, ScaledExpert
+from specter_runtime.experts import ExpertKey, ScaledExpert
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.memory import (
     MemoryUse,
@@ -189,17 +189,14 @@ def test_draft_bytes_are_those_of_the_real_draft(
     recipe = DraftRecipe(bits=bits, group_size=group_size, symmetric=symmetric)
     packed = quantize_layer(tiny.weights, recipe, [bits] * 8, None).packed
     left_out = {ExpertKey(0, 3), ExpertKey(2, 0)}
-    draft = PackedExperts(
-        {key: expert for key, expert in packed.items() if key not in left_out}, torch.float32
-    )
+    draft = [expert for key, expert in packed.items() if key not in left_out]
     widths = [
         [0 if ExpertKey(layer, expert) in left_out else bits for expert in range(8)]
         for layer in range(3)
     ]
-    assert (
-        draft_nbytes(tiny.config, widths, group_size, symmetric, ExpertNumbers("float32"))
-        == draft.nbytes
-    )
+    assert draft_nbytes(
+        tiny.config, widths, group_size, symmetric, ExpertNumbers("float32")
+    ) == sum(expert.nbytes for expert in draft)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -263,7 +260,7 @@ def test_a_prompt_chunk_at_the_end_of_the_context_fits_the_buffers(roomy: OpenMo
         cache.advance(CONTEXT - CHUNK)
         with torch.inference_mode():
             blocks, _ = roomy.model.forward([1] * CHUNK, cache, roomy.experts, rows_per_block=CHUNK)
-            roomy.model.logits(blocks[-1][-1:])
+            roomy.model.logits([blocks[-1][-1:]])
 
     peak, reserved = peak_allocated_bytes(last_chunk), reserved_bytes(roomy, num_draft_tokens=0)
     assert peak <= reserved

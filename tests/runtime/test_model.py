@@ -71,7 +71,7 @@ def run(
     outputs: list[torch.Tensor] = []
     for token_ids in passes:
         blocks, _ = opened.model.forward(token_ids, cache, provider, rows_per_block=1)
-        outputs += [x for block in blocks for x in (block, opened.model.logits(block))]
+        outputs += [x for block in blocks for x in (block, opened.model.logits([block]))]
     return outputs, cache_contents(cache, opened.config)
 
 
@@ -187,7 +187,7 @@ def test_hidden_states_and_cache_follow_the_dtype_routing_and_logits_stay_float3
         opened.model.dtype
     }
     assert {routing.routing_weights.dtype for routing in routings} == {torch.float32}
-    assert opened.model.logits(blocks[0]).dtype == torch.float32
+    assert opened.model.logits(blocks).dtype == torch.float32
 
 
 def test_a_missing_tensor_is_named(tiny: OpenModel) -> None:
@@ -208,4 +208,4 @@ def test_a_tied_head_is_the_embedding(tiny: OpenModel) -> None:
     tensors = {"embed_tokens": embedding, "norm": torch.ones(config.hidden_size)}
     model = MoETransformer(config, tensors, {role: role for role in tensors}, torch.float32)
     hidden = torch.eye(config.hidden_size)
-    assert torch.equal(model.logits(hidden), hidden @ embedding.T)
+    assert torch.equal(model.logits([hidden]), hidden @ embedding.T)

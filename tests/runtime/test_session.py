@@ -7,19 +7,26 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer as FastTokenizer
 
+from specter_build.pipeline import build
+from specter_build.recipe import Recipe
+from specter_runtime import kernels
 from specter_runtime.bundle_loader import load_bundle
 from specter_runtime.config import RuntimeConfig
-from specter_runtime.errors import BundleError
+from specter_runtime.errors import BundleError, SpecterError
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
 from specter_runtime.experts import ExpertKey
-from specter_runtime.manifest import MANIFEST_FILE
+from specter_runtime.manifest import MANIFEST_FILE, shard_path
 from specter_runtime.session import Session, bundle_memory
+from specter_runtime.shards import read_header
+from tests.checkpoints import make_checkpoint, recipe_dict
 
 PROMPT = list(b"def main(")
 NUM_TOKENS = 24
@@ -27,8 +34,7 @@ NUM_TOKENS = 24
 
 def shard_store(root: Path) -> ShardExpertStore:
     bundle = load_bundle(root)
-    shards = bundle.manifest.experts
-    return ShardExpertStore(bundle.shard_file, shards.data_start, shards.nbytes)
+    return ShardExpertStore.of(bundle)
 
 
 def least_budget(root: Path, config: RuntimeConfig) -> int:
@@ -109,9 +115,8 @@ class FaultyStore:
     def slot_bytes(self) -> int:
         return self._store.slot_bytes
 
-    @property
-    def expert_bytes(self) -> int:
-        return self._store.expert_bytes
+    def nbytes(self, key: ExpertKey) -> int:
+        return self._store.nbytes(key)
 
     def read_into(self, key: ExpertKey, buffer: memoryview) -> None:
         is_prefetch = threading.current_thread() is not threading.main_thread()
@@ -166,3 +171,87 @@ def test_a_failed_read_is_tried_again_or_reported_by_name(tiny_bundle: Path, fau
     assert all("ExpertKey(layer=" in error for error in errors)
     assert tokens == expected
     assert store.num_faults > 0
+
+
+# ---- packed shards, kernels, the next layer's router ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One bfloat16 checkpoint, its shards raw and packed."""
+    folder = tmp_path_factory.mktemp("bundles")
+    make_checkpoint(folder / "checkpoint", dtype=torch.bfloat16)
+    (folder / "text.txt").write_text("def calibrate(text):\n    return text\n" * 8)
+    for encoding in ("raw", "packed"):
+        recipe = recipe_dict(
+            folder / "checkpoint",
+            folder / encoding,
+            shard_encoding=encoding,
+            calibration={"files": ["text.txt"], "num_sequences": 2, "sequence_length": 32},
+        )
+        build(Recipe.model_validate(recipe), folder)
+    return {encoding: folder / encoding for encoding in ("raw", "packed")}
+
+
+@pytest.mark.parametrize("computes", ["kernels", "torch"])
+def test_packed_shards_change_no_token_whoever_computes(
+    bundles: dict[str, Path], computes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if computes == "torch":
+        monkeypatch.setattr(kernels, "library", lambda: None)
+    expected = generate(bundles["raw"], RuntimeConfig(num_draft_tokens=0))
+    assert len(set(expected)) > 4
+    for encoding, root in bundles.items():
+        for num_draft_tokens in (0, 3, 8):
+            config = RuntimeConfig(num_draft_tokens=num_draft_tokens)
+            config = replace(config, memory_budget_bytes=least_budget(root, config))
+            assert generate(root, config) == expected, (encoding, num_draft_tokens)
+
+
+def test_packed_shards_leave_room_for_more_slots(bundles: dict[str, Path]) -> None:
+    raw, packed = (shard_store(bundles[encoding]).slot_bytes for encoding in ("raw", "packed"))
+    assert packed <= 0.8 * raw  # 12 bits of 16, and whole blocks
+    config = RuntimeConfig(num_draft_tokens=0)
+    config = replace(config, memory_budget_bytes=least_budget(bundles["raw"], config) + 2 * raw)
+    slots = []
+    for root in (bundles["raw"], bundles["packed"]):
+        with Session.open(root, config) as session:
+            slots.append(session.memory.num_slots)
+    assert slots[1] > slots[0]
+
+
+def test_a_damaged_packed_shard_is_an_error_that_names_the_expert(
+    bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    root = tmp_path / "bundle"
+    shutil.copytree(bundles["packed"], root)
+    manifest = load_bundle(root).manifest
+    for layer, expert in ((0, e) for e in range(manifest.model.num_experts)):
+        path = root / shard_path(layer, expert)
+        header = read_header(path, BundleError)
+        (name,) = (
+            name for name in header.entries if name.endswith("gate_proj.weight.escape_starts")
+        )
+        entry = header.entries[name]
+        data = bytearray(path.read_bytes())
+        data[entry.start + 4 : entry.start + 8] = b"\xff\xff\xff\x7f"
+        path.write_bytes(data)
+    with pytest.raises(SpecterError, match=r"expert \(0, \d\).*escapes of packed rows"):
+        generate(root, RuntimeConfig(num_draft_tokens=0))
+
+
+@pytest.mark.parametrize("encoding", ["raw", "packed"])
+def test_the_next_layers_router_moves_experts_and_changes_no_token(
+    bundles: dict[str, Path], encoding: str
+) -> None:
+    root = bundles[encoding]
+    plain = RuntimeConfig(num_draft_tokens=0)
+    plain = replace(plain, memory_budget_bytes=least_budget(root, plain) + 40_000)
+    expected = generate(root, plain)
+    with Session.open(root, replace(plain, predict_next_layer=True)) as session:
+        assert list(session.generate_ids(PROMPT, NUM_TOKENS, stop_at_eos=False)) == expected
+        assert session.stats.cache.prefetch_loads > 0
+        assert session.stats.cache.useful_prefetches > 0
+    with Session.open(root, plain) as session:
+        list(session.generate_ids(PROMPT, NUM_TOKENS, stop_at_eos=False))
+        assert session.stats.cache.prefetch_loads == 0

@@ -49,7 +49,7 @@ def quantized(target: OpenModel) -> PackedExperts:
     """The draft's experts, at 2 bits: near enough to be right now and then."""
     recipe = DraftRecipe(bits=2, group_size=16, symmetric=True)
     packed = quantize_layer(target.weights, recipe, [2] * target.config.num_experts, None).packed
-    return PackedExperts(packed, target.model.dtype)
+    return PackedExperts(packed)
 
 
 @pytest.fixture(scope="module")

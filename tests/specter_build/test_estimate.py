@@ -23,7 +23,7 @@ from specter_build.estimate import (
 )
 from specter_build.pipeline import build
 from specter_build.recipe import Recipe
-from specter_runtime.errors import CheckpointError
+from specter_runtime.errors import CheckpointError, RecipeError
 from specter_runtime.memory import dense_nbytes
 from tests.checkpoints import make_checkpoint, recipe_dict
 
@@ -232,3 +232,30 @@ def test_a_config_that_is_no_object_is_refused(deep: tuple[Recipe, Path], tmp_pa
 
 def test_audit_decodes_as_many_tokens_as_were_estimated() -> None:
     assert AUDIT_TOKENS == audit.PROMPT_TOKENS + audit.NUM_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "encoding"),
+    [
+        ("auto", torch.bfloat16, "packed"),
+        ("auto", torch.float16, "raw"),
+        ("auto", torch.float32, "raw"),
+        ("raw", torch.bfloat16, "raw"),
+        ("packed", torch.bfloat16, "packed"),
+    ],
+    ids=str,
+)
+def test_bfloat16_experts_are_packed_unless_the_recipe_says_raw(
+    tmp_path: Path, asked: str, dtype: torch.dtype, encoding: str
+) -> None:
+    make_checkpoint(tmp_path, dtype=dtype)
+    recipe = recipe_dict(tmp_path, tmp_path / "bundle", shard_encoding=asked)
+    assert estimate(Recipe.model_validate(recipe), tmp_path).encoding == encoding
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_packing_what_is_not_bfloat16_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    make_checkpoint(tmp_path, dtype=dtype)
+    recipe = recipe_dict(tmp_path, tmp_path / "bundle", shard_encoding="packed")
+    with pytest.raises(RecipeError, match=r"shard_encoding: packed .* float\d\d; take raw"):
+        estimate(Recipe.model_validate(recipe), tmp_path)

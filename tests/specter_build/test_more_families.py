@@ -295,9 +295,15 @@ def test_an_unquantized_draft_routes_and_predicts_as_the_target(
     forward = opened.model.forward
 
     def recorded(
-        token_ids: Sequence[int], kv_cache: KVCache, provider: ExpertProvider, rows_per_block: int
+        token_ids: Sequence[int],
+        kv_cache: KVCache,
+        provider: ExpertProvider,
+        rows_per_block: int,
+        **options: Any,
     ) -> tuple[list[torch.Tensor], list[Routing]]:
-        blocks, routings = forward(token_ids, kv_cache, provider, rows_per_block=rows_per_block)
+        blocks, routings = forward(
+            token_ids, kv_cache, provider, rows_per_block=rows_per_block, **options
+        )
         if rows_per_block == 1:  # [layers, T, K]
             selected = torch.stack([routing.selected_experts for routing in routings])
             routes[provider is draft_experts].append(selected)

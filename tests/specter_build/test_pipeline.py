@@ -312,10 +312,10 @@ def test_failing_step_publishes_nothing_and_the_next_build_ends_as_if_it_had_not
     assert_same_bundle(output, built.destination)
 
 
-def interrupt_before_the_shards_of_layer_2(root: Path, experts: Any, names: Any) -> None:
+def interrupt_before_the_shards_of_layer_2(root: Path, experts: Any, *arguments: Any) -> None:
     if min(experts).layer == 2:
         raise KeyboardInterrupt
-    split_layer(root, experts, names)
+    split_layer(root, experts, *arguments)
 
 
 def interrupt_build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,7 +299,7 @@ def test_error_of_a_layer_is_relative_to_all_its_weights() -> None:
     quantized = quantize_experts(experts, 3)
     error = total = 0.0
     for key, expert in experts.items():
-        restored = quantized.packed[key].dequantize(torch.float64)
+        restored = quantized.packed[key].to(torch.float64)
         for projection in ("gate_proj", "up_proj", "down_proj"):
             wide = getattr(expert, projection).to(torch.float64)
             error += float((getattr(restored, projection) - wide).pow(2).sum())
@@ -312,7 +312,7 @@ def test_layer_of_zeros_has_no_error() -> None:
     zeros = ExpertWeights(torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(8, 8))
     quantized = quantize_experts({ExpertKey(0, 0): zeros}, 4)
     assert quantized.relative_error == 0.0
-    assert not quantized.packed[ExpertKey(0, 0)].dequantize(torch.float32).gate_proj.any()
+    assert not quantized.packed[ExpertKey(0, 0)].to(torch.float32).gate_proj.any()
 
 
 def test_layer_without_routed_experts_has_no_stand_ins() -> None:

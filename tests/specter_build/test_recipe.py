@@ -18,6 +18,7 @@ FULL: Mapping[str, Any] = {
     "model": "checkpoint",
     "revision": "main",
     "output": "bundle",
+    "shard_encoding": "packed",
     "draft": {
         "method": "gptq",
         "bits": 4,
@@ -49,6 +50,7 @@ FULL: Mapping[str, Any] = {
 """Every key there is."""
 
 ALTERNATIVES: Mapping[str, Any] = {
+    "shard_encoding": "raw",
     "draft.method": "awq",
     "draft.bits": 3,
     "draft.group_size": 64,
@@ -125,6 +127,7 @@ def test_full_recipe_keeps_every_value(tmp_path: Path) -> None:
 def test_recipe_needs_only_what_has_no_sensible_default(tmp_path: Path) -> None:
     optional = {
         "revision": None,
+        "shard_encoding": "auto",
         "draft.method": "rtn",
         "draft.symmetric": True,
         "draft.clip": "none",
@@ -242,6 +245,7 @@ def test_wrong_type_is_refused_and_never_converted(tmp_path: Path, path: str, va
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        ("shard_encoding", "zip"),
         ("draft.method", "hqq"),
         ("draft.clip", "max"),
         ("draft.min_tokens", 0),

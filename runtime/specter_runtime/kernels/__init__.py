@@ -1,0 +1,347 @@
+"""Native CPU kernels, or the news that there are none.
+
+``native.cpp`` is compiled by ``pip install`` where there is a C++ compiler, and loaded here as a
+plain shared library. Without it the model computes with torch's operators: as exact, slower, and
+other in the last bits (sums run in another order). ``SPECTER_KERNELS=torch`` turns the kernels off.
+
+A row of a result is the same to the bit whatever the number of rows and threads, and whether the
+weights are raw or packed bfloat16: see the head of ``native.cpp``.
+
+Called by: moe, layers, session.  Next: native.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from specter_runtime.experts import Expert, ExpertWeights, PackedExpert, PackedWeights
+from specter_runtime.packed import PackedTensor
+from specter_runtime.packed_bf16 import PackedBfloat16
+
+logger = logging.getLogger(__name__)
+
+ABI = 1
+MAX_ROWS = 32
+"""Rows of activations up to which the kernels are the faster way."""
+
+_KINDS = {torch.bfloat16: 0, torch.float32: 2, torch.float16: 3}
+_PACKED_KIND = 1
+_GROUPED_KIND = 4
+_CODES_TOGETHER = 8
+"""Codes that the kernels take at a time: groups must be made of so many."""
+
+Matrix = torch.Tensor | PackedBfloat16 | PackedTensor
+_POINTER = ctypes.c_void_p
+
+
+CACHE_DTYPES = {torch.bfloat16: 0, torch.float32: 2}
+"""What the attention kernel reads and writes keys and values in."""
+
+
+class _Matrix(ctypes.Structure):
+    """``struct Matrix`` of native.cpp."""
+
+    _fields_ = (
+        ("data", _POINTER),
+        ("table", _POINTER),
+        ("escape_starts", _POINTER),
+        ("escapes", _POINTER),
+        ("scales", _POINTER),
+        ("zero_points", _POINTER),
+        ("bias", _POINTER),
+        *((name, ctypes.c_int32) for name in ("rows", "columns", "kind", "bits", "group_size")),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class _Attention(ctypes.Structure):
+    """``struct Attention`` of native.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("q", "k", "v", "o")),
+        *((name, _POINTER) for name in ("norm", "norm_bias", "q_norm", "k_norm", "sinks")),
+        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("num_pairs", "norm_is_full", "norm_after_rope")),
+        *((name, ctypes.c_int32) for name in ("interleaved", "window")),
+        *((name, ctypes.c_float) for name in ("eps", "clip", "scaling", "residual_multiplier")),
+        ("cache_kind", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library; None if there is none, or it is turned off."""
+    if os.environ.get("SPECTER_KERNELS") == "torch":
+        return None
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"native{suffix}")
+        if path.is_file():
+            return _open(path)
+    logger.info("no native kernels: installed without a C++ compiler; computing with torch")
+    return None
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    try:
+        native = ctypes.CDLL(str(path))
+        abi = native.specter_abi()
+    except (OSError, AttributeError) as exc:
+        logger.warning("native kernels cannot be loaded, computing with torch: %s", exc)
+        return None
+    if abi != ABI:
+        logger.warning("native kernels of version %d, expected %d: install anew", abi, ABI)
+        return None
+    native.specter_isa.restype = ctypes.c_char_p
+    native.specter_matmul.argtypes = (
+        _POINTER, _POINTER, ctypes.c_int64, ctypes.c_int32, _POINTER,
+    )  # fmt: skip
+    native.specter_expert.argtypes = (
+        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, ctypes.c_int32,
+        ctypes.c_float, _POINTER,
+    )  # fmt: skip
+    native.specter_widen.argtypes = (_POINTER, _POINTER)
+    native.specter_normalize.argtypes = (
+        _POINTER, _POINTER, _POINTER, ctypes.c_float, ctypes.c_int32, ctypes.c_int32, _POINTER,
+    )  # fmt: skip
+    native.specter_attention.argtypes = (
+        _POINTER, _POINTER, ctypes.c_int32, ctypes.c_int64, _POINTER, _POINTER, _POINTER, _POINTER,
+        _POINTER,
+    )  # fmt: skip
+    native.specter_combine.argtypes = (
+        _POINTER, _POINTER, _POINTER, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, _POINTER,
+    )  # fmt: skip
+    return native
+
+
+def name() -> str:
+    """What computes: the instruction set of the native kernels, or ``torch``."""
+    native = library()
+    return "torch" if native is None else str(native.specter_isa().decode())
+
+
+def serves(dtype: torch.dtype, num_rows: int) -> bool:
+    """Whether the kernels are there, and the better way for so many rows of activations."""
+    return num_rows <= MAX_ROWS and dtype in _KINDS and library() is not None
+
+
+def set_threads(num_threads: int) -> None:
+    """How many threads the kernels take, the caller's included."""
+    native = library()
+    if native is not None:
+        native.specter_set_threads(num_threads)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeMatrix:
+    """A matrix ``[N, M]`` that the kernels can multiply; keeps its tensors alive."""
+
+    struct: _Matrix
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, matrix: Matrix, bias: torch.Tensor | None = None) -> NativeMatrix:
+        """Point at a stored matrix, without a copy if it is contiguous; a bias is widened."""
+        struct, kept = _Matrix(), []
+
+        def point(**tensors: torch.Tensor | None) -> None:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    kept.append(tensor.contiguous())
+                    setattr(struct, name, kept[-1].data_ptr())
+
+        struct.rows, struct.columns = matrix.shape
+        if isinstance(matrix, torch.Tensor):
+            struct.kind = _KINDS[matrix.dtype]
+            point(data=matrix)
+        elif isinstance(matrix, PackedTensor):
+            struct.kind, struct.bits = _GROUPED_KIND, matrix.bits
+            struct.group_size = matrix.group_size
+            point(data=matrix.codes, scales=matrix.scales, zero_points=matrix.zero_points)
+        else:
+            struct.kind = _PACKED_KIND
+            point(data=matrix.codes, table=matrix.table)
+            point(escape_starts=matrix.escape_starts, escapes=matrix.escapes)
+        point(bias=None if bias is None else bias.to(torch.float32))
+        return cls(struct, tuple(kept))
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows @ matrix.T + bias``: float32 ``[T, M]`` to ``[T, N]``, any number of rows."""
+        native = library()
+        assert native is not None
+        out = torch.empty(rows.shape[0], self.struct.rows)
+        native.specter_matmul(
+            ctypes.byref(self.struct),
+            rows.data_ptr(),
+            rows.stride(0),
+            rows.shape[0],
+            out.data_ptr(),
+        )
+        return out
+
+    def widen(self) -> torch.Tensor:
+        """The matrix in float32."""
+        native = library()
+        assert native is not None
+        out = torch.empty(self.struct.rows, self.struct.columns)
+        native.specter_widen(ctypes.byref(self.struct), out.data_ptr())
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class NativeExpert:
+    """An expert that the kernels can compute."""
+
+    expert: Expert
+    gate: NativeMatrix
+    up: NativeMatrix
+    down: NativeMatrix
+
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """See ``Expert``."""
+        return self.expert.to(dtype)
+
+    def compute(
+        self,
+        rows: torch.Tensor,
+        sources: Sequence[int],
+        outputs: torch.Tensor,
+        targets: Sequence[int],
+        swiglu_limit: float | None,
+    ) -> None:
+        """``outputs[targets] = down(silu(gate x) * up x)`` for ``x = rows[sources]``, in float32.
+
+        Args:
+            rows: float32 ``[T, D]``, contiguous.
+            sources: which of them.
+            outputs: float32 ``[.., D]``, contiguous.
+            targets: where each result goes.
+            swiglu_limit: set for gpt-oss's clamped form.
+        """
+        native = library()
+        assert native is not None
+        indices = ctypes.c_int32 * len(sources)
+        native.specter_expert(
+            ctypes.byref(self.gate.struct),
+            ctypes.byref(self.up.struct),
+            ctypes.byref(self.down.struct),
+            rows.data_ptr(),
+            indices(*sources),
+            indices(*targets),
+            len(sources),
+            swiglu_limit or 0.0,
+            outputs.data_ptr(),
+        )
+
+
+def prepare(expert: Expert) -> Expert:
+    """A ``NativeExpert`` where there are kernels for the expert's form, else the expert itself."""
+    if library() is None:
+        return expert
+    biases: Sequence[torch.Tensor | None]
+    if isinstance(expert, PackedExpert):
+        if expert.gate_proj.group_size % _CODES_TOGETHER:
+            return expert
+        biases = expert.biases or (None, None, None)
+    elif isinstance(expert, ExpertWeights | PackedWeights):
+        biases = expert.biases
+    else:
+        return expert
+    matrices = (expert.gate_proj, expert.up_proj, expert.down_proj)
+    return NativeExpert(expert, *map(NativeMatrix.of, matrices, biases))
+
+
+def combine(outputs: torch.Tensor, weights: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
+    """See ``moe.combine``; both tensors float32 and contiguous."""
+    native = library()
+    assert native is not None
+    num_rows, num_ranks = weights.shape
+    out = torch.empty(num_rows, outputs.shape[1])
+    native.specter_combine(
+        outputs.data_ptr(),
+        weights.data_ptr(),
+        (ctypes.c_int32 * len(ranks))(*ranks),
+        num_rows,
+        num_ranks,
+        outputs.shape[1],
+        out.data_ptr(),
+    )
+    return out
+
+
+def normalize(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Root-mean-square norm, layer norm with a bias, of float32 rows ``[T, D]``."""
+    native = library()
+    assert native is not None
+    rows = rows.contiguous()
+    out = torch.empty_like(rows)
+    bias_at = None if bias is None else bias.data_ptr()
+    native.specter_normalize(
+        rows.data_ptr(), weight.data_ptr(), bias_at, eps, *rows.shape, out.data_ptr()
+    )
+    return out
+
+
+class AttentionKernel:
+    """One layer's attention: norm, projections, rotation, cache, softmax, output, residual."""
+
+    def __init__(
+        self,
+        matrices: Sequence[NativeMatrix],
+        vectors: Sequence[torch.Tensor | None],
+        **options: float,
+    ) -> None:
+        """Point at a layer's weights.
+
+        Args:
+            matrices: q, k, v and o.
+            vectors: in float32: the input norm's weight and bias, the norms of queries and keys,
+                sinks; None for what the model does not have.
+            options: fields of ``struct Attention`` by name.
+        """
+        self._kept = (*matrices, *vectors)
+        pointers = [None if vector is None else vector.data_ptr() for vector in vectors]
+        self._struct = _Attention(
+            *(ctypes.addressof(matrix.struct) for matrix in matrices), *pointers
+        )
+        for name, value in options.items():
+            setattr(self._struct, name, value)
+
+    def compute(
+        self,
+        hidden: torch.Tensor,  # [T, D]
+        start: int,
+        keys: torch.Tensor,  # [S, G, C]
+        values: torch.Tensor,  # [S, G, C]
+        cos: torch.Tensor,  # [T, 1, pairs]
+        sin: torch.Tensor,  # [T, 1, pairs]
+    ) -> torch.Tensor:
+        """``hidden`` plus attention, in float32 ``[T, D]``; writes ``keys`` and ``values``."""
+        native = library()
+        assert native is not None
+        self._struct.cache_kind = CACHE_DTYPES[keys.dtype]
+        hidden = hidden.contiguous()
+        out = torch.empty_like(hidden)
+        native.specter_attention(
+            ctypes.byref(self._struct),
+            hidden.data_ptr(),
+            hidden.shape[0],
+            start,
+            keys.data_ptr(),
+            values.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            out.data_ptr(),
+        )
+        return out

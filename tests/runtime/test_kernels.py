@@ -1,0 +1,392 @@
+"""The native kernels against float64 oracles, on every path that this machine has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specter_build.architectures.rope import rope_frequencies
+from specter_build.quantizers import GridFormat, round_to_nearest
+from specter_runtime import kernels
+from specter_runtime.config import ModelConfig, RopeConfig, RoutingConfig
+from specter_runtime.experts import ExpertWeights, PackedExpert, pack_expert
+from specter_runtime.kernels import MAX_ROWS, NativeExpert, NativeMatrix
+from specter_runtime.kv_cache import KVCache
+from specter_runtime.layers import RotaryEmbedding
+from specter_runtime.model import DecoderLayer, bind
+from specter_runtime.moe import LEFT_OUT, combine
+from specter_runtime.packed import PackedTensor, dequantize
+from specter_runtime.packed_bf16 import PackedBfloat16, pack_bfloat16
+from specter_runtime.roles import dense_shapes
+from tests import oracles
+from tests.oracles import array, gamma
+
+SHAPES = [(1, 1), (3, 31), (33, 32), (32, 33), (7, 77), (70, 256), (65, 100)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = [1, 2, 3, 5, 8, 31, MAX_ROWS]
+
+
+@pytest.fixture(params=["widest", "generic"], autouse=True)
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each test runs with the machine's widest instructions and with plain C++."""
+    native = kernels.library()
+    if native is None:
+        assert shutil.which("c++") is None, "there is a compiler, but the kernels were not built"
+        pytest.skip("built without a C++ compiler")
+    native.specter_force_generic(request.param == "generic")
+    yield request.param
+    native.specter_force_generic(0)
+    kernels.set_threads(1)
+
+
+def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def spread(*shape: int, seed: int = 0) -> torch.Tensor:
+    """bfloat16 weights of so many magnitudes that some need an escape."""
+    exponents = torch.randint(-20, 3, shape, generator=torch.Generator().manual_seed(seed))
+    return (randn(*shape, seed=seed + 1) * 2.0**exponents).bfloat16()
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.int32), right.contiguous().view(torch.int32))
+
+
+def test_the_path_in_use_has_a_name(path: str) -> None:
+    assert kernels.name() == ("generic" if path == "generic" else kernels.name())
+    assert kernels.name() in ("generic", "avx2")
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_products_equal_the_oracle(
+    shape: tuple[int, int], dtype: torch.dtype, num_rows: int
+) -> None:
+    weight, bias = randn(*shape, seed=1).to(dtype), randn(shape[0], seed=2).to(dtype)
+    rows = randn(num_rows, shape[1], seed=3)
+    found = array(NativeMatrix.of(weight, bias).multiply(rows))
+    expected = array(rows) @ array(weight).T + array(bias)
+    # A column takes part in at most M fused steps, 5 additions of partial sums, 1 of the bias.
+    sizes = np.abs(array(rows)) @ np.abs(array(weight)).T + np.abs(array(bias))
+    assert np.all(np.abs(found - expected) <= gamma(shape[1] + 6) * sizes)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed_weights_give_the_bits_of_raw_ones(shape: tuple[int, int]) -> None:
+    weight = spread(*shape)
+    packed = pack_bfloat16(weight)
+    rows = randn(MAX_ROWS, shape[1], seed=3)
+    for num_rows in ROWS:
+        raw = NativeMatrix.of(weight).multiply(rows[:num_rows])
+        assert same_bits(NativeMatrix.of(packed).multiply(rows[:num_rows]), raw)
+    assert shape[0] * shape[1] < 1000 or len(packed.escapes) > 0  # else half of this says nothing
+
+
+@pytest.mark.parametrize("kind", ["raw", "packed", "float32"])
+@pytest.mark.parametrize("shape", [(70, 256), (65, 100)], ids=str)
+def test_a_row_does_not_depend_on_how_many_there_are_nor_on_threads(
+    shape: tuple[int, int], kind: str
+) -> None:
+    weight: torch.Tensor | PackedBfloat16 = spread(*shape)
+    if kind == "packed":
+        weight = pack_bfloat16(spread(*shape))
+    elif kind == "float32":
+        weight = randn(*shape)
+    rows = randn(MAX_ROWS, shape[1], seed=3)
+    matrix = NativeMatrix.of(weight)
+    alone = torch.cat([matrix.multiply(rows[i : i + 1]) for i in range(MAX_ROWS)])
+    for num_threads in (1, 2, 3):
+        kernels.set_threads(num_threads)
+        for num_rows in range(1, MAX_ROWS + 1):
+            assert same_bits(matrix.multiply(rows[:num_rows]), alone[:num_rows])
+    assert same_bits(matrix.multiply(rows[:1].repeat(7, 1)), alone[:1].repeat(7, 1))
+
+
+GROUPED = [(bits, size) for bits in (2, 3, 4, 8) for size in (8, 16, 32, 64)]
+
+
+def quantized(shape: tuple[int, int], bits: int, group_size: int, symmetric: bool) -> PackedTensor:
+    form = GridFormat(bits, group_size, symmetric)
+    return round_to_nearest(randn(*shape, seed=bits), form)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "group_size"), GROUPED)
+@pytest.mark.parametrize("shape", [(5, 8), (33, 96), (7, 104), (6, 77)], ids=str)
+def test_groups_are_dequantized_to_the_bit_and_multiplied_as_such(
+    shape: tuple[int, int], bits: int, group_size: int, symmetric: bool
+) -> None:
+    packed = quantized(shape, bits, group_size, symmetric)
+    matrix, wide = NativeMatrix.of(packed), dequantize(packed, torch.float32)
+    assert same_bits(matrix.widen(), wide)
+    rows = randn(MAX_ROWS, shape[1], seed=3)
+    for num_rows in (1, 2, 7, MAX_ROWS):
+        found = matrix.multiply(rows[:num_rows])
+        assert same_bits(found, NativeMatrix.of(wide).multiply(rows[:num_rows]))
+
+
+def test_stand_ins_are_computed_by_the_kernels() -> None:
+    shapes = {"gate_proj": (64, 48), "up_proj": (64, 48), "down_proj": (48, 64)}
+    expert = PackedExpert(**{role: quantized(shape, 4, 16, True) for role, shape in shapes.items()})
+    rows = randn(3, 48, seed=9)
+    assert same_bits(compute(expert, rows), compute(expert.to(torch.float32), rows))
+    odd = PackedExpert(**{role: quantized(shape, 4, 12, True) for role, shape in shapes.items()})
+    assert kernels.prepare(odd) is odd  # a group of 12 codes is no whole number of eights
+
+
+def test_widening_is_exact_for_every_pattern() -> None:
+    patterns = torch.arange(65_536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for columns in (256, 64):
+        weight = patterns.view(-1, columns)
+        for matrix in (NativeMatrix.of(weight), NativeMatrix.of(pack_bfloat16(weight))):
+            assert same_bits(matrix.widen(), weight.to(torch.float32))
+    halves = torch.arange(65_536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    widened = NativeMatrix.of(halves.view(256, 256)).widen().flatten()
+    expected = halves.to(torch.float32)
+    assert torch.equal(widened.isnan(), expected.isnan())
+    assert torch.equal(widened.nan_to_num(), expected.nan_to_num())
+
+
+def test_weights_that_are_no_numbers_reach_the_result() -> None:
+    weight = randn(4, 40).bfloat16()
+    weight[1, 7], weight[2, 39] = float("nan"), float("inf")
+    for matrix in (NativeMatrix.of(weight), NativeMatrix.of(pack_bfloat16(weight))):
+        found = matrix.multiply(torch.ones(1, 40))[0]
+        assert found.isnan().tolist() == [False, True, False, False]
+        assert found[2].item() == float("inf")
+
+
+# ---- experts ------------------------------------------------------------------------------------
+
+
+def make_expert(width: int, inner: int, scale: float = 0.2) -> ExpertWeights:
+    shapes = ((inner, width), (inner, width), (width, inner))
+    return ExpertWeights(*(randn(*s, seed=i, scale=scale).bfloat16() for i, s in enumerate(shapes)))
+
+
+def compute(expert: Any, rows: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    prepared = kernels.prepare(expert)
+    assert isinstance(prepared, NativeExpert)
+    out = torch.full((len(rows), rows.shape[1]), float("nan"))
+    prepared.compute(rows, range(len(rows)), out, range(len(rows)), limit)
+    return out
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(("width", "inner"), [(32, 64), (48, 40), (33, 129)])
+def test_an_expert_equals_the_oracle(width: int, inner: int, num_rows: int) -> None:
+    expert, rows = make_expert(width, inner), randn(num_rows, width, seed=9)
+    weights = [array(m) for m in (expert.gate_proj, expert.up_proj, expert.down_proj)]
+    found = array(compute(expert, rows))
+    # swiglu_error counts 4 roundings for the activation. exp is within 2 units in the last place,
+    # that is 4 roundings, instead of 1: 7 in all, for which twice its bound stands.
+    bound = 2 * oracles.swiglu_error(array(rows), *weights)
+    assert np.all(np.abs(found - oracles.swiglu(array(rows), *weights)) <= bound)
+
+
+def test_large_gates_neither_overflow_nor_vanish() -> None:
+    identity = torch.eye(4).bfloat16()
+    expert = ExpertWeights(identity, identity, identity)
+    rows = torch.tensor([[200.0, -200.0, 88.0, -88.0]])
+    found = compute(expert, rows)[0]
+    assert torch.isfinite(found).all()
+    assert found[0].item() == pytest.approx(200.0**2)
+    assert abs(found[1].item()) < 1e-30
+
+
+def test_the_clamped_form_is_that_of_gpt_oss() -> None:
+    expert, limit = make_expert(32, 48, scale=1.0), 1.5
+    biases = [randn(n, seed=20 + n).bfloat16() for n in (48, 48, 32)]
+    expert = replace(
+        expert, gate_proj_bias=biases[0], up_proj_bias=biases[1], down_proj_bias=biases[2]
+    )
+    rows = randn(3, 32, seed=9)
+    wide = [m.double() for m in expert.tensors().values()]
+    gate = (rows.double() @ wide[0].T + wide[3]).clamp(max=limit)
+    up = (rows.double() @ wide[1].T + wide[4]).clamp(-limit, limit)
+    assert (gate == limit).any()
+    assert (up.abs() == limit).any()
+    inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    expected = array(inner @ wide[2].T + wide[5])
+    # gate and up are off by gamma(34) of their terms' magnitudes, |inner'| < 3 for each; 10 more
+    # roundings for the activation; then the sum over 48.
+    terms = array(rows.abs().double() @ torch.maximum(wide[0].abs(), wide[1].abs()).T) + 4.0
+    sizes = (
+        3 * (1 + limit) * gamma(34) * terms
+        + gamma(10) * np.abs(array(inner))
+        + gamma(50) * np.abs(array(inner))
+    ) @ np.abs(array(wide[2])).T
+    found = array(compute(expert, rows, limit))
+    assert np.all(np.abs(found - expected) <= sizes + gamma(2) * np.abs(expected))
+
+
+def test_results_go_where_they_are_asked_for() -> None:
+    expert, rows = make_expert(32, 64), randn(5, 32, seed=9)
+    prepared = kernels.prepare(expert)
+    assert isinstance(prepared, NativeExpert)
+    out = torch.zeros(9, 32)
+    prepared.compute(rows, [4, 0, 2], out, [1, 8, 3], None)
+    alone = compute(expert, rows)
+    for source, target in ((4, 1), (0, 8), (2, 3)):
+        assert same_bits(out[target], alone[source])
+    assert not out[[0, 2, 4, 5, 6, 7]].any()
+
+
+def test_packed_experts_give_the_bits_of_raw_ones() -> None:
+    expert = ExpertWeights(spread(64, 48), spread(64, 48, seed=5), spread(48, 64, seed=7))
+    rows = randn(4, 48, seed=9)
+    assert same_bits(compute(pack_expert(expert), rows), compute(expert, rows))
+
+
+def test_outputs_are_combined_in_the_order_in_which_they_stand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outputs, weights = randn(12, 40), randn(4, 3, seed=1).abs()
+    ranks = [2, 0, 1, 0, 1, 2, LEFT_OUT, 0, 1, LEFT_OUT, LEFT_OUT, LEFT_OUT]
+    outputs[9:] = float("nan")  # nobody wrote what is left out
+    found = combine(outputs, weights, ranks)
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    assert same_bits(found, combine(outputs, weights, ranks))
+    assert not found[3].any()
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+PLAIN = ModelConfig(
+    model_type="test",
+    vocab_size=10,
+    hidden_size=40,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=24,
+    moe_intermediate_size=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+    attention_scaling=0.2,
+    rope=RopeConfig(rope_frequencies({"rope_theta": 1e4}, 24, 256)[0]),
+    routing=RoutingConfig(),
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"attention_bias": True, "attention_out_bias": True},
+    "head norms": {"qk_norm": "head"},
+    "full norms": {"qk_norm": "full"},
+    "norms behind the rotation": {"qk_norm": "head", "qk_norm_after_rope": True},
+    "clipped": {"clip_qkv": 0.7},
+    "full norms, clipped": {"qk_norm": "full", "clip_qkv": 0.7},
+    "sinks": {"attention_sinks": True},
+    "window": {"sliding_window": 9, "sliding_layers": (0,)},
+    "sinks and window": {
+        "attention_sinks": True,
+        "sliding_window": 9,
+        "sliding_layers": (0,),
+    },
+    "layer norm": {"norm": "layer"},
+    "partial rotation": {"rope": RopeConfig(PLAIN.rope.inverse_frequencies[:5])},
+    "interleaved": {"rope": replace(PLAIN.rope, interleaved=True)},
+    "one group": {"num_key_value_heads": 1},
+    "odd heads": {"head_dim": 18, "rope": RopeConfig(PLAIN.rope.inverse_frequencies[:9])},
+    "residual multiplier": {"residual_multiplier": 0.3},
+}
+CONTEXT = 40
+
+
+def make_layer(config: ModelConfig, dtype: torch.dtype) -> DecoderLayer:
+    shapes = dense_shapes(config, 0)
+    tensors = {
+        role: randn(*shape, seed=i, scale=0.3 if len(shape) == 2 else 1.0)
+        for i, (role, shape) in enumerate(shapes.items())
+    }
+    return DecoderLayer(config, 0, 0, bind(config, 0, tensors, {r: r for r in tensors}, dtype))
+
+
+def run_attention(
+    layer: DecoderLayer, hidden: torch.Tensor, sizes: list[int]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Attention of consecutive blocks of these sizes; the cache behind them."""
+    cache = KVCache(layer.config, CONTEXT, hidden.dtype)
+    rotary, out, start = RotaryEmbedding(layer.config.rope), [], 0
+    for size in sizes:
+        angles = rotary.angles(start, size, torch.float32)
+        out.append(layer.attention(hidden[start : start + size], start, angles, cache))
+        start += size
+    return torch.cat(out), list(cache.room(0, CONTEXT))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_attention_equals_the_spelled_out_one(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(PLAIN, **OPTIONS[option])
+    hidden, ones = randn(CONTEXT, config.hidden_size), [1] * CONTEXT
+    layer = make_layer(config, torch.float32)
+    found, caches = run_attention(layer, hidden, ones)
+    exact, exact_caches = run_attention(make_layer(config, torch.float64), hidden.double(), ones)
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    torchs, torch_caches = run_attention(make_layer(config, torch.float32), hidden, ones)
+    assert not same_bits(found, torchs)  # the kernels were asked
+    # Two float32 evaluations of one formula in other orders; see test_more_families for the two.
+    for ours, theirs, true in zip(
+        (found, *caches), (torchs, *torch_caches), (exact, *exact_caches), strict=True
+    ):
+        their_error = float((theirs - true).pow(2).mean().sqrt())
+        assert float((ours - true).pow(2).mean().sqrt()) < 2 * their_error
+        assert their_error < 1e-6 * float(true.abs().max())  # else this could not fail
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
+    option: str, dtype: torch.dtype
+) -> None:
+    config = replace(PLAIN, **OPTIONS[option])
+    layer, hidden = make_layer(config, dtype), randn(CONTEXT, config.hidden_size).to(dtype)
+    one_by_one, caches = run_attention(layer, hidden, [1] * CONTEXT)
+    for sizes in ([5] * 8, [32, 8], [1, 2, 3, 4, 30]):
+        kernels.set_threads(len(sizes) % 3 + 1)
+        together, other_caches = run_attention(layer, hidden, sizes)
+        assert torch.equal(together, one_by_one)
+        for left, right in zip(caches, other_caches, strict=True):
+            assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_norms_equal_the_oracle(has_bias: bool) -> None:
+    rows, weight, bias = randn(3, 50), randn(50, seed=1), randn(50, seed=2)
+    found = array(kernels.normalize(rows, weight, bias if has_bias else None, 1e-5))
+    if has_bias:
+        wide = array(rows) - array(rows).mean(-1, keepdims=True)
+        expected = oracles.rms_norm(wide, array(weight), 1e-5) + array(bias)
+    else:
+        expected = oracles.rms_norm(array(rows), array(weight), 1e-5)
+    # Sums in float64; centering, scale, two products and the bias are rounded to float32.
+    sizes = np.abs(array(rows)).max() * np.abs(array(weight)) * 2 + np.abs(array(bias))
+    assert np.all(np.abs(found - expected) <= gamma(6) * sizes)
+
+
+# ---- with and without ---------------------------------------------------------------------------
+
+
+def test_the_kernels_can_be_turned_off() -> None:
+    code = "from specter_runtime import kernels; print(kernels.name())"
+    environment = {**os.environ, "SPECTER_KERNELS": "torch"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "torch"
