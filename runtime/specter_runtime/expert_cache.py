@@ -43,7 +43,8 @@ class _Slot:
     """One expert's room in the arena."""
 
     buffer: memoryview
-    expert: Expert | None = None  # seen in the buffer, once something has been read into it
+    tensor: torch.Tensor  # the same bytes
+    expert: Expert | None = None  # what the last read brought
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class ExpertCache:
         self,
         store: ExpertStore,
         num_slots: int,
-        view: Callable[[torch.Tensor], Expert],
+        view: Callable[[torch.Tensor, Expert | None], Expert],
         num_io_threads: int = 2,
         load_timeout_seconds: float = 10.0,
     ) -> None:
@@ -77,8 +78,8 @@ class ExpertCache:
         Args:
             store: where experts are read from.
             num_slots: experts that can be resident.
-            view: sees what was read into a slot's uint8 tensor, without a copy; raises
-                ``SpecterError`` if it is damaged.
+            view: sees what was read into a slot's uint8 tensor, without a copy; it is also given
+                what it returned for this slot before. Raises if it is damaged.
             num_io_threads: threads that read.
             load_timeout_seconds: how long a demand waits for a load in flight before it reads the
                 expert itself.
@@ -121,7 +122,7 @@ class ExpertCache:
     def _slot(self, arena: memoryview, index: int) -> _Slot:
         size = self._store.slot_bytes
         buffer = arena[index * size : (index + 1) * size]
-        return _Slot(buffer)
+        return _Slot(buffer, torch.frombuffer(buffer, dtype=torch.uint8))
 
     # ---- the foreground: demand -------------------------------------------------------------
 
@@ -225,7 +226,7 @@ class ExpertCache:
     def _read_in_foreground(self, key: ExpertKey) -> tuple[ExpertKey, Expert]:
         """Read past a load that does not come: into memory of its own, used once, not cached."""
         buffer = aligned_buffer(self._store.slot_bytes)
-        found = self._read(key, buffer)
+        found = self._read(key, _Slot(buffer, torch.frombuffer(buffer, dtype=torch.uint8)))
         if isinstance(found, SpecterError):
             raise found
         with self._lock:
@@ -341,15 +342,15 @@ class ExpertCache:
                     return
                 load, slot = task
                 self._begin_read(load)
-            found = self._read(load.key, slot.buffer)
+            found = self._read(load.key, slot)
             with self._lock:
                 self._end_read(load, slot, found)
                 self._load_ended.notify_all()
 
-    def _read(self, key: ExpertKey, buffer: memoryview) -> Expert | SpecterError:
+    def _read(self, key: ExpertKey, slot: _Slot) -> Expert | SpecterError:
         try:
-            self._store.read_into(key, buffer)
-            return self._view(torch.frombuffer(buffer, dtype=torch.uint8))
+            self._store.read_into(key, slot.buffer)
+            return self._view(slot.tensor, slot.expert)
         except SpecterError as exc:
             return exc
         except Exception as exc:  # whatever it was, the foreground must learn of it

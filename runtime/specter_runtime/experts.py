@@ -187,6 +187,24 @@ class PackedExpert:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SlotExpert:
+    """Whatever expert has last been read into a slot."""
+
+    buffer: torch.Tensor
+    config: ModelConfig
+    numbers: ExpertNumbers
+    encoding: Encoding
+
+    def view(self) -> StoredExpert:
+        """See it; raises ``ValueError`` if its bytes are none."""
+        return view_expert(self.buffer, self.config, self.numbers, self.encoding)
+
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """The weights to compute with."""
+        return self.view().to(dtype)
+
+
 class ExpertProvider(Protocol):
     """Hands experts to the model, one at a time and in any order.
 
@@ -273,13 +291,17 @@ def expert_nbytes(config: ModelConfig, numbers: ExpertNumbers) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
 
 
-def packed_nbytes(config: ModelConfig, numbers: ExpertNumbers, num_escapes: int) -> int:
-    """Bytes of one losslessly packed expert with so many escapes, unpadded."""
+def escapes_start(config: ModelConfig) -> int:
+    """Where the escapes of a packed expert begin: behind all that has a fixed size."""
     matrices = matrix_shapes(config).values()
     forms = [form for shape in matrices for form in packed_bf16.forms(shape).values()]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
+
+
+def packed_nbytes(config: ModelConfig, numbers: ExpertNumbers, num_escapes: int) -> int:
+    """Bytes of one losslessly packed expert with so many escapes, unpadded."""
     biases = expert_nbytes(config, numbers) - DTYPE_BYTES["bfloat16"] * config.expert_num_weights
-    sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in forms)
-    return sum(sizes) + 4 * num_escapes + biases
+    return escapes_start(config) + 4 * num_escapes + biases
 
 
 def view_expert(

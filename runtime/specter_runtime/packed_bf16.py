@@ -28,6 +28,9 @@ ESCAPE = 15
 TABLE_SIZE = 16
 MAX_COLUMNS = 1 << 24  # an escape holds its column in 24 bits
 
+ESCAPES_OUT_OF_ORDER = "the escapes of packed rows are not in order"
+ESCAPE_OUTSIDE = "an escape of a packed row lies outside the matrix"
+
 POSITIONS = tuple(
     (c % 8 // 4) * 16 + (c // 16) * 8 + (c % 4) * 2 + (c % 16 // 8) for c in range(CHUNK)
 )
@@ -59,9 +62,9 @@ class PackedBfloat16:
         """
         starts, escapes = self.escape_starts, self.escapes
         if starts[0] != 0 or starts[-1] != len(escapes) or bool((starts.diff() < 0).any()):
-            raise ValueError("the escapes of packed rows are not in order")
+            raise ValueError(ESCAPES_OUT_OF_ORDER)
         if bool(((escapes & 0xFFFFFF) >= self.shape[1]).any()):
-            raise ValueError("an escape of a packed row lies outside the matrix")
+            raise ValueError(ESCAPE_OUTSIDE)
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix, bit for bit where ``dtype`` is bfloat16."""

@@ -9,7 +9,7 @@ Called by: cli, specter_build.audit.  Next: speculative_decoder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from specter_runtime.draft_engine import SelfDrafter
 from specter_runtime.errors import CapacityError, SpecterError
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
-from specter_runtime.experts import Expert, ExpertKey, PackedExperts, view_expert
+from specter_runtime.experts import Expert, ExpertKey, PackedExperts, SlotExpert, escapes_start
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.manifest import ExpertFormat, Plan
 from specter_runtime.memory import MemoryUse, divide_budget
@@ -224,9 +224,23 @@ class Session:
         self.close()
 
 
-def _view(config: ModelConfig, stored: ExpertFormat, buffer: torch.Tensor) -> Expert:
-    """See a slot's bytes as an expert, ready for the kernels where there are some."""
-    return kernels.prepare(view_expert(buffer, config, stored.numbers, stored.encoding))
+def _view(
+    config: ModelConfig, stored: ExpertFormat, buffer: torch.Tensor, previous: Expert | None
+) -> Expert:
+    """See a slot's bytes as an expert, ready for the kernels where there are some.
+
+    What the kernels know of a slot stays true when it is read into again, but for the escapes of a
+    packed expert, and the biases behind them.
+    """
+    if isinstance(previous, kernels.NativeExpert) and not config.expert_bias:
+        if stored.encoding == "packed":
+            previous.locate_escapes(buffer, escapes_start(config))
+        return previous
+    slot = SlotExpert(buffer, config, stored.numbers, stored.encoding)
+    prepared = kernels.prepare(slot.view())
+    if isinstance(prepared, kernels.NativeExpert):
+        return replace(prepared, expert=slot)
+    return prepared
 
 
 def bundle_memory(

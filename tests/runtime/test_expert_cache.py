@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from specter_runtime.errors import BundleError, CapacityError, SpecterError
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
-from specter_runtime.experts import ExpertKey, ExpertWeights
+from specter_runtime.experts import Expert, ExpertKey, ExpertWeights
 from specter_runtime.shards import ALIGNMENT, align_up, write_tensors
 
 pytestmark = [
@@ -45,7 +45,7 @@ def code(key: ExpertKey) -> int:
     return 1000 * (key.layer + 1) + key.expert
 
 
-def view(buffer: torch.Tensor) -> ExpertWeights:
+def view(buffer: torch.Tensor, previous: Expert | None = None) -> ExpertWeights:
     numbers = buffer[:EXPERT_BYTES].view(torch.int64)
     return ExpertWeights(numbers[:4], numbers[4:8], numbers[8:])
 
@@ -138,7 +138,7 @@ def open_cache(store: ScriptedStore) -> Iterator[OpenCache]:
         num_io_threads: int = 1,
         load_timeout_seconds: float = LONG_SECONDS,
         store: ExpertStore = store,
-        view: Callable[[torch.Tensor], ExpertWeights] = view,
+        view: Callable[[torch.Tensor, Expert | None], ExpertWeights] = view,
     ) -> ExpertCache:
         caches.append(ExpertCache(store, num_slots, view, num_io_threads, load_timeout_seconds))
         return caches[-1]

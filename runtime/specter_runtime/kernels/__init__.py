@@ -25,7 +25,7 @@ import torch
 
 from specter_runtime.experts import Expert, ExpertWeights, PackedExpert, PackedWeights
 from specter_runtime.packed import PackedTensor
-from specter_runtime.packed_bf16 import PackedBfloat16
+from specter_runtime.packed_bf16 import ESCAPE_OUTSIDE, ESCAPES_OUT_OF_ORDER, PackedBfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
         _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, ctypes.c_int32,
         ctypes.c_float, _POINTER,
     )  # fmt: skip
+    native.specter_locate_escapes.argtypes = (_POINTER, ctypes.c_int32, _POINTER, ctypes.c_int64)
     native.specter_widen.argtypes = (_POINTER, _POINTER)
     native.specter_normalize.argtypes = (
         _POINTER, _POINTER, _POINTER, ctypes.c_float, ctypes.c_int32, ctypes.c_int32, _POINTER,
@@ -205,6 +206,25 @@ class NativeExpert:
     gate: NativeMatrix
     up: NativeMatrix
     down: NativeMatrix
+
+    def locate_escapes(self, buffer: torch.Tensor, start: int) -> None:
+        """Look anew where the escapes of a packed expert are, in a slot that was read into again.
+
+        Args:
+            buffer: the slot.
+            start: of the escapes in it; all before them is where it was.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        native = library()
+        assert native is not None
+        matrices = (self.gate, self.up, self.down)
+        pointers = (_POINTER * 3)(*(ctypes.addressof(matrix.struct) for matrix in matrices))
+        room = (len(buffer) - start) // 4
+        problem = native.specter_locate_escapes(pointers, 3, buffer.data_ptr() + start, room)
+        if problem:
+            raise ValueError(ESCAPES_OUT_OF_ORDER if problem == 1 else ESCAPE_OUTSIDE)
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
         """See ``Expert``."""

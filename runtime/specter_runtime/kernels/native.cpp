@@ -758,6 +758,26 @@ void specter_combine(const float* outputs, const float* weights, const int32_t* 
   }
 }
 
+// Finds the escapes of a packed expert, which begin at `escapes` and have room for `room`, and checks
+// them: 0 if all is well, 1 if rows are out of order or too long, 2 if one lies outside its matrix.
+int specter_locate_escapes(Matrix* const* matrices, int32_t num_matrices, const int32_t* escapes,
+                           int64_t room) {
+  for (int i = 0; i < num_matrices; ++i) {
+    Matrix& m = *matrices[i];
+    if (m.escape_starts[0] != 0) return 1;
+    for (int r = 0; r < m.rows; ++r)
+      if (m.escape_starts[r + 1] < m.escape_starts[r]) return 1;
+    const int64_t count = m.escape_starts[m.rows];
+    if (count > room) return 1;
+    for (int64_t e = 0; e < count; ++e)
+      if ((uint32_t(escapes[e]) & 0xFFFFFF) >= uint32_t(m.columns)) return 2;
+    m.escapes = escapes;
+    escapes += count;
+    room -= count;
+  }
+  return 0;
+}
+
 // out = norm(x), row by row: [num_rows, width].
 void specter_normalize(const float* x, const float* weight, const float* bias, float eps,
                        int32_t num_rows, int32_t width, float* out) {
