@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,6 +147,21 @@ def test_stand_ins_are_computed_by_the_kernels() -> None:
     assert same_bits(compute(expert, rows), compute(expert.to(torch.float32), rows))
     odd = PackedExpert(**{role: quantized(shape, 4, 12, True) for role, shape in shapes.items()})
     assert kernels.prepare(odd) is odd  # a group of 12 codes is no whole number of eights
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_forked_child_computes_without_its_parents_threads() -> None:
+    kernels.set_threads(2)
+    matrix, rows = NativeMatrix.of(randn(300, 64)), randn(2, 64, seed=3)
+    expected = matrix.multiply(rows)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a child that waits for its parent's threads ends by this
+        is_same = same_bits(matrix.multiply(rows), expected)
+        kernels.set_threads(2)
+        os._exit(0 if is_same and same_bits(matrix.multiply(rows), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert same_bits(matrix.multiply(rows), expected)
 
 
 def test_widening_is_exact_for_every_pattern() -> None:

@@ -16,10 +16,14 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -99,7 +103,13 @@ int position_of(int c) {
 class Pool {
  public:
   static Pool& get() {
-    static Pool* pool = new Pool();  // never destroyed: helpers may outlive static destructors
+    static Pool* pool = [] {  // never destroyed: helpers may outlive static destructors
+      Pool* made = new Pool();
+#if defined(__unix__) || defined(__APPLE__)
+      pthread_atfork(nullptr, nullptr, [] { get().forget_helpers(); });
+#endif
+      return made;
+    }();
     return *pool;
   }
 
@@ -162,6 +172,15 @@ class Pool {
     helpers_.clear();
     stopping_.store(false, std::memory_order_release);
     started_.store(generation_.load(), std::memory_order_release);
+  }
+
+  // In a forked child there are no helpers; what is left of them here is let go.
+  void forget_helpers() {
+    new std::vector<std::thread>(std::move(helpers_));
+    helpers_.clear();
+    new (&mutex_) std::mutex();  // may have been held by a thread that is no more
+    started_.store(generation_.load());
+    busy_.store(0);
   }
 
   // I/O threads share the cores: after a short burst each turn is offered to them.
