@@ -269,6 +269,15 @@ def test_packed_experts_give_the_bits_of_raw_ones() -> None:
     assert same_bits(compute(pack_expert(expert), rows), compute(expert, rows))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_packed_experts_are_unpacked_to_the_bit(dtype: torch.dtype) -> None:
+    expert = ExpertWeights(spread(64, 48), spread(64, 40, seed=5), spread(48, 64, seed=7))
+    found = kernels.prepare(pack_expert(expert)).to(dtype)
+    for role, matrix in expert.to(dtype).tensors().items():
+        assert torch.equal(found.tensors()[role], matrix)
+        assert found.tensors()[role].dtype == dtype
+
+
 def test_outputs_are_combined_in_the_order_in_which_they_stand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -227,8 +227,11 @@ class NativeExpert:
             raise ValueError(ESCAPES_OUT_OF_ORDER if problem == 1 else ESCAPE_OUTSIDE)
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
-        """See ``Expert``."""
-        return self.expert.to(dtype)
+        """See ``Expert``; packed weights are unpacked by the kernels, many times as fast."""
+        matrices = (self.gate, self.up, self.down)
+        if any(m.struct.kind != _PACKED_KIND or m.struct.bias for m in matrices):
+            return self.expert.to(dtype)
+        return ExpertWeights(*(matrix.widen().to(dtype) for matrix in matrices))
 
     def compute(
         self,
