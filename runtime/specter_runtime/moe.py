@@ -142,13 +142,16 @@ def mix_experts(
             ranks.append(rank)
     outputs = torch.empty(len(ranks), rows.shape[1])  # float32, one a choice
     wide = rows.to(torch.float32)
-    bounds = [0, *accumulate(block.shape[0] for block in blocks)]
+    sizes = [block.shape[0] for block in blocks]
+    bounds = [0, *accumulate(sizes)]
     left_out = set(places)
     for expert, stored in provider.experts(layer, sorted(places)):
         left_out.discard(expert)
         targets = places[expert]
         sources = [target // num_ranks for target in targets]
-        form = kernels.prepare(stored) if kernels.serves(rows.dtype, len(sources)) else stored
+        # Who computes must not depend on the blocks beside a row: of its own come so many at most.
+        num_together = min(len(sources), max(sizes))
+        form = kernels.prepare(stored) if kernels.serves(rows.dtype, num_together) else stored
         if isinstance(form, kernels.NativeExpert):
             form.compute(wide, sources, outputs, targets, swiglu_limit)
             continue
@@ -164,7 +167,7 @@ def mix_experts(
     sums = combine(outputs, weights, ranks)
     if left_out:
         sums = sums * left_out_scale(Routing(layer, selected, weights), places.keys() - left_out)
-    return list(torch.split(sums.to(rows.dtype), [block.shape[0] for block in blocks]))
+    return list(torch.split(sums.to(rows.dtype), sizes))
 
 
 def _compute(expert: ExpertWeights, rows: torch.Tensor, swiglu_limit: float | None) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specter_runtime import kernels
 from specter_runtime.config import RoutingConfig
 from specter_runtime.experts import ExpertKey, ExpertWeights, ResidentExperts
 from specter_runtime.moe import Routing, left_out_scale, mix_experts
@@ -145,6 +146,20 @@ def test_arrival_order_does_not_change_a_bit(seed: int, block_sizes: list[int]) 
 def test_a_block_does_not_depend_on_the_blocks_beside_it() -> None:
     experts = make_experts()
     blocks, routings = zip(*(make_block(size, seed=size) for size in (1, 4, 2)), strict=True)
+    together = mix_experts(blocks, routings, ResidentExperts(experts))
+    alone = [
+        mix_experts([block], [routing], ResidentExperts(experts))[0]
+        for block, routing in zip(blocks, routings, strict=True)
+    ]
+    assert same_bits(together, alone)
+
+
+def test_a_row_does_not_depend_on_how_many_rows_beside_it_chose_its_experts() -> None:
+    experts = make_experts()
+    num_rows = 8 * kernels.MAX_ROWS  # an expert is chosen by more than the kernels take of a prompt
+    blocks, routings = zip(*(make_block(1, seed=seed) for seed in range(num_rows)), strict=True)
+    chosen = torch.cat([routing.selected_experts for routing in routings]).flatten()
+    assert chosen.bincount().max() > kernels.MAX_ROWS
     together = mix_experts(blocks, routings, ResidentExperts(experts))
     alone = [
         mix_experts([block], [routing], ResidentExperts(experts))[0]
