@@ -128,9 +128,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     if job["cap_bytes"] < ROOMY:
         budget = job["cap_bytes"] - resident_bytes() - MARGIN_BYTES
     config = RuntimeConfig(budget, num_draft_tokens=0, max_context_tokens=512, **job["options"])
-    sums = dict.fromkeys(
-        ("tpot_seconds", "stall_seconds", "loaded_bytes", "link_busy_seconds"), 0.0
-    )
+    sums = dict.fromkeys(("tpot_seconds", "stall_seconds", "loaded_bytes"), 0.0)
     texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
     digest = hashlib.sha256()
     with Session.open(Path(job["bundle"]), config) as session:
@@ -139,7 +137,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
             out = list(session.generate_ids(ids, job["max_new_tokens"], stop_at_eos=False))
             stats = session.stats.to_dict()  # of the tokens behind the first
             sums["tpot_seconds"] += stats["tpot_seconds"] / len(texts)
-            for name in ("stall_seconds", "loaded_bytes", "link_busy_seconds"):
+            for name in ("stall_seconds", "loaded_bytes"):
                 sums[name] += stats[name] / (len(out) - 1) / len(texts)
             digest.update(json.dumps(out).encode())
         slots = session.memory.num_slots

@@ -61,7 +61,7 @@ class DecoderLayer:
         self.index = index
         self.cache_layer = cache_layer
         self.tensors = tensors
-        self._native = NativeAttention.of(config, index, tensors)
+        self._kernel = _attention_kernel(config, index, tensors)
         self._swiglus = {
             prefix: kernels.prepare(
                 ExpertWeights(*(tensors[f"{prefix}_{name}"] for name in PROJECTIONS))
@@ -81,7 +81,7 @@ class DecoderLayer:
         num_rows = sum(block.shape[0] for block in blocks)
         if (
             len(blocks) > 1
-            and self._native is not None
+            and self._kernel is not None
             and kernels.serves(blocks[0].dtype, num_rows)
         ):
             cos, sin = (torch.cat(parts) for parts in zip(*angles, strict=True))
@@ -97,9 +97,10 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Residual plus attention for a block ``[T, D]`` at positions ``start ..``."""
         c, t = self.config, self.tensors
-        if self._native is not None and kernels.serves(hidden.dtype, hidden.shape[0]):
+        if self._kernel is not None and kernels.serves(hidden.dtype, hidden.shape[0]):
             keys, values = kv_cache.room(self.cache_layer, start + hidden.shape[0])
-            return self._native.compute(hidden, start, keys, values, angles)
+            wide = hidden.to(torch.float32)
+            return self._kernel.compute(wide, start, keys, values, *angles).to(hidden.dtype)
         normed = normalize(hidden, t, "input_layernorm", c.rms_norm_eps)
         if c.latent is None:
             attended = self._grouped_attention(normed, start, angles, kv_cache)
@@ -234,52 +235,33 @@ class DecoderLayer:
         return residual + (out if multiplier == 1.0 else out * multiplier)
 
 
-class NativeAttention:
-    """The attention half of a layer by the kernels, for a few rows: what ``attention`` spells out.
+def _attention_kernel(
+    config: ModelConfig, index: int, tensors: LayerTensors
+) -> kernels.AttentionKernel | None:
+    """What computes ``DecoderLayer.attention`` for a few rows; None where there is no such kernel.
 
     The cache's dtype is the compute dtype.
     """
-
-    def __init__(self, config: ModelConfig, index: int, tensors: LayerTensors) -> None:
-        c = config
-        names = ("input_layernorm", "input_layernorm_bias", "q_norm", "k_norm", "sinks")
-        vectors = [tensors.wide(name) for name in names]
-        matrices = [tensors.matrix(f"{p}_proj", f"{p}_proj_bias") for p in "qkvo"]
-        self._kernel = kernels.AttentionKernel(
-            matrices,
-            vectors,
-            num_heads=c.num_attention_heads,
-            num_kv_heads=c.num_key_value_heads,
-            head_dim=c.head_dim,
-            num_pairs=len(c.rope.inverse_frequencies),
-            norm_is_full=c.qk_norm == "full",
-            norm_after_rope=c.qk_norm_after_rope,
-            interleaved=c.rope.interleaved,
-            window=(c.sliding_window or 0) if index in c.sliding_layers else 0,
-            eps=c.rms_norm_eps,
-            clip=c.clip_qkv or 0.0,
-            scaling=c.attention_scaling,
-            residual_multiplier=c.residual_multiplier,
-        )
-
-    @classmethod
-    def of(cls, config: ModelConfig, index: int, tensors: LayerTensors) -> NativeAttention | None:
-        """None where there are no kernels, or none for this model."""
-        dtype = tensors["o_proj"].dtype
-        is_served = config.latent is None and dtype in kernels.CACHE_DTYPES
-        return cls(config, index, tensors) if is_served and kernels.library() else None
-
-    def compute(
-        self,
-        hidden: torch.Tensor,  # [T, D]
-        start: int,
-        keys: torch.Tensor,  # [S, G, C]
-        values: torch.Tensor,  # [S, G, C]
-        angles: Angles,
-    ) -> torch.Tensor:
-        """Residual plus attention: ``[T, D]``; writes the cache from ``start``."""
-        wide = hidden.to(torch.float32)
-        return self._kernel.compute(wide, start, keys, values, *angles).to(hidden.dtype)
+    c, dtype = config, tensors["o_proj"].dtype
+    if c.latent is not None or dtype not in kernels.CACHE_DTYPES or kernels.library() is None:
+        return None
+    names = ("input_layernorm", "input_layernorm_bias", "q_norm", "k_norm", "sinks")
+    return kernels.AttentionKernel(
+        [tensors.matrix(f"{p}_proj", f"{p}_proj_bias") for p in "qkvo"],
+        [tensors.wide(name) for name in names],
+        num_heads=c.num_attention_heads,
+        num_kv_heads=c.num_key_value_heads,
+        head_dim=c.head_dim,
+        num_pairs=len(c.rope.inverse_frequencies),
+        norm_is_full=c.qk_norm == "full",
+        norm_after_rope=c.qk_norm_after_rope,
+        interleaved=c.rope.interleaved,
+        window=(c.sliding_window or 0) if index in c.sliding_layers else 0,
+        eps=c.rms_norm_eps,
+        clip=c.clip_qkv or 0.0,
+        scaling=c.attention_scaling,
+        residual_multiplier=c.residual_multiplier,
+    )
 
 
 class MoETransformer:

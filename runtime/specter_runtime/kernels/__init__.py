@@ -91,6 +91,13 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
+def _native() -> ctypes.CDLL:
+    """The library, for those who only exist where there is one."""
+    native = library()
+    assert native is not None
+    return native
+
+
 def _open(path: Path) -> ctypes.CDLL | None:
     try:
         native = ctypes.CDLL(str(path))
@@ -177,8 +184,7 @@ class NativeMatrix:
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows @ matrix.T + bias``: float32 ``[T, M]`` to ``[T, N]``, any number of rows."""
-        native = library()
-        assert native is not None
+        native = _native()
         out = torch.empty(rows.shape[0], self.struct.rows)
         native.specter_matmul(
             ctypes.byref(self.struct),
@@ -191,8 +197,7 @@ class NativeMatrix:
 
     def widen(self) -> torch.Tensor:
         """The matrix in float32."""
-        native = library()
-        assert native is not None
+        native = _native()
         out = torch.empty(self.struct.rows, self.struct.columns)
         native.specter_widen(ctypes.byref(self.struct), out.data_ptr())
         return out
@@ -217,8 +222,7 @@ class NativeExpert:
         Raises:
             ValueError: they contradict each other.
         """
-        native = library()
-        assert native is not None
+        native = _native()
         matrices = (self.gate, self.up, self.down)
         pointers = (_POINTER * 3)(*(ctypes.addressof(matrix.struct) for matrix in matrices))
         room = (len(buffer) - start) // 4
@@ -250,8 +254,7 @@ class NativeExpert:
             targets: where each result goes.
             swiglu_limit: set for gpt-oss's clamped form.
         """
-        native = library()
-        assert native is not None
+        native = _native()
         indices = ctypes.c_int32 * len(sources)
         native.specter_expert(
             ctypes.byref(self.gate.struct),
@@ -285,8 +288,7 @@ def prepare(expert: Expert) -> Expert:
 
 def combine(outputs: torch.Tensor, weights: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
     """See ``moe.combine``; both tensors float32 and contiguous."""
-    native = library()
-    assert native is not None
+    native = _native()
     num_rows, num_ranks = weights.shape
     out = torch.empty(num_rows, outputs.shape[1])
     native.specter_combine(
@@ -305,8 +307,7 @@ def normalize(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """Root-mean-square norm, layer norm with a bias, of float32 rows ``[T, D]``."""
-    native = library()
-    assert native is not None
+    native = _native()
     rows = rows.contiguous()
     out = torch.empty_like(rows)
     bias_at = None if bias is None else bias.data_ptr()
@@ -351,8 +352,7 @@ class AttentionKernel:
         sin: torch.Tensor,  # [T, 1, pairs]
     ) -> torch.Tensor:
         """``hidden`` plus attention, in float32 ``[T, D]``; writes ``keys`` and ``values``."""
-        native = library()
-        assert native is not None
+        native = _native()
         self._struct.cache_kind = CACHE_DTYPES[keys.dtype]
         hidden = hidden.contiguous()
         out = torch.empty_like(hidden)
