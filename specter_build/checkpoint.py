@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ from specter_runtime.config import DType, ExpertNumbers, ModelConfig
 from specter_runtime.errors import CheckpointError, name_list
 from specter_runtime.experts import (
     PROJECTIONS,
+    Batch,
     ExpertKey,
+    Routing,
     StoredExpert,
     expert_shapes,
     make_expert,
@@ -190,10 +192,10 @@ class Checkpoint:
         names = self.stored_names(key)
         return make_expert({role: self.tensor(name) for role, name in names.items()}, self.config)
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, StoredExpert]]:
+    def experts(self, routing: Routing) -> Iterator[Batch]:
         """The checkpoint as ``ExpertProvider``: reads each expert as it is asked for."""
-        for expert in expert_ids:
-            yield expert, self.expert(ExpertKey(layer, expert))
+        for expert in routing.expert_ids():
+            yield [(expert, self.expert(ExpertKey(routing.layer, expert)))]
 
     def _expert_numbers(self) -> ExpertNumbers:
         """What the first expert is stored as; the resolver has seen to it that all are."""

@@ -17,11 +17,10 @@ from typing import NamedTuple
 import torch
 
 from specter_runtime.config import ModelConfig
-from specter_runtime.experts import ExpertProvider
+from specter_runtime.experts import ExpertProvider, Routing
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.layers import RotaryEmbedding, normalize
 from specter_runtime.model import DecoderLayer, bind, embed, head_logits
-from specter_runtime.moe import Routing
 
 COMPUTE_DTYPE = torch.float32
 HEAD_ROWS = 512

@@ -20,7 +20,7 @@ import torch
 from specter_build.report import LayerProfile
 from specter_build.write_bundle import PROGRESS, PROGRESS_MARKER, discard_progress
 from specter_runtime.errors import RecipeError
-from specter_runtime.moe import Routing
+from specter_runtime.experts import Routing
 from specter_runtime.shards import read_header, read_tensors, write_tensors
 
 HIDDEN_FILE = "hidden.safetensors"

@@ -26,10 +26,10 @@ from specter_runtime.experts import (
     ExpertKey,
     ExpertWeights,
     PackedExpert,
+    Routing,
     StoredExpert,
 )
 from specter_runtime.layers import swiglu_inner
-from specter_runtime.moe import Routing
 from specter_runtime.packed import PackedTensor
 
 

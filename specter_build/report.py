@@ -28,7 +28,7 @@ from specter_build.fidelity import (
 )
 from specter_build.profile_routing import HeadComparison
 from specter_runtime.config import ModelConfig
-from specter_runtime.moe import Routing
+from specter_runtime.experts import Routing
 from specter_runtime.units import format_bytes
 
 REPORT_VERSION = 1

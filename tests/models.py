@@ -12,7 +12,15 @@ import torch
 
 from specter_build.checkpoint import Checkpoint
 from specter_runtime.config import ModelConfig
-from specter_runtime.experts import Expert, ExpertKey, ExpertProvider, ResidentExperts, StoredExpert
+from specter_runtime.experts import (
+    Batch,
+    Expert,
+    ExpertKey,
+    ExpertProvider,
+    ResidentExperts,
+    Routing,
+    StoredExpert,
+)
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
 from tests.checkpoints import make_checkpoint
@@ -62,11 +70,15 @@ class ShuffledExperts:
         self._left_out = left_out
         self.asked: list[tuple[int, list[int]]] = []
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
-        self.asked.append((layer, list(expert_ids)))
-        for expert in self._random.sample(list(expert_ids), len(expert_ids)):
-            if expert not in self._left_out:
-                yield expert, self._weights[ExpertKey(layer, expert)]
+    def experts(self, routing: Routing) -> Iterator[Batch]:
+        expert_ids = routing.expert_ids()
+        self.asked.append((routing.layer, expert_ids))
+        shuffled = self._random.sample(expert_ids, len(expert_ids))
+        served = [e for e in shuffled if e not in self._left_out]
+        while served:
+            size = self._random.randint(1, len(served))
+            yield [(e, self._weights[ExpertKey(routing.layer, e)]) for e in served[:size]]
+            del served[:size]
 
 
 def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> OpenModel:

@@ -15,10 +15,9 @@ from typing import Protocol
 import torch
 
 from specter_runtime.config import SamplingConfig
-from specter_runtime.experts import ExpertProvider
+from specter_runtime.experts import ExpertProvider, Routing
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
-from specter_runtime.moe import Routing
 from specter_runtime.sampling import draw, probabilities
 
 RoutingObserver = Callable[[list[Routing]], None]

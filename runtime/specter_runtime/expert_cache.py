@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +27,7 @@ import torch
 from specter_runtime.errors import CapacityError, SpecterError
 from specter_runtime.eviction import choose_victim
 from specter_runtime.expert_store import ExpertStore, aligned_buffer
-from specter_runtime.experts import Expert, ExpertKey
+from specter_runtime.experts import Batch, Expert, ExpertKey, Routing
 from specter_runtime.metrics import CacheStats
 
 logger = logging.getLogger(__name__)
@@ -126,29 +126,26 @@ class ExpertCache:
 
     # ---- the foreground: demand -------------------------------------------------------------
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
-        """Yield each of the distinct ``expert_ids`` once, residents first.
+    def experts(self, routing: Routing) -> Iterator[Batch]:
+        """Yield each expert once: all residents together, then those that have arrived.
 
         Raises:
             SpecterError: an expert could not be read; names the file.
         """
-        keys = [ExpertKey(layer, expert) for expert in expert_ids]
+        keys = [ExpertKey(routing.layer, expert) for expert in routing.expert_ids()]
         pinned = set(keys)
-        ready, waiting = self._demand(layer, keys)
+        ready, waiting = self._demand(routing.layer, keys)
         try:
-            for key, weights in ready:
-                yield key.expert, weights
-                self._unpin(key)
-                pinned.discard(key)
-            while waiting:
-                key, weights = self._await_any(waiting)
-                waiting.discard(key)
-                yield key.expert, weights
-                self._unpin(key)
-                pinned.discard(key)
+            while ready or waiting:
+                ready = ready or self._await_any(waiting)
+                yield [(key.expert, weights) for key, weights in ready]
+                done = [key for key, _ in ready]
+                self._unpin(done)
+                pinned.difference_update(done)
+                waiting.difference_update(done)
+                ready = []
         finally:
-            for key in pinned:
-                self._unpin(key)
+            self._unpin(pinned)
 
     def _demand(
         self, layer: int, keys: list[ExpertKey]
@@ -194,24 +191,27 @@ class ExpertCache:
         self._demands.append(key)
         self._work_queued.notify()
 
-    def _await_any(self, waiting: set[ExpertKey]) -> tuple[ExpertKey, Expert]:
-        """Block until one of the experts is resident; an overdue one is read right here."""
+    def _await_any(self, waiting: set[ExpertKey]) -> list[tuple[ExpertKey, Expert]]:
+        """Block until some of the experts are resident; an overdue one is read right here."""
         started = time.perf_counter()
         deadline = started + self._load_timeout_seconds
         try:
             with self._lock:
                 while True:
+                    arrived = []
                     for key in waiting:
                         slot = self._resident.get(key)
                         if slot is not None and slot.expert is not None:
-                            return key, slot.expert
-                        if key in self._failures:
+                            arrived.append((key, slot.expert))
+                        elif key in self._failures:
                             self._raise_or_retry(key)
+                    if arrived:
+                        return arrived
                     remaining = deadline - time.perf_counter()
                     if remaining <= 0:
                         break
                     self._load_ended.wait(remaining)
-            return self._read_in_foreground(next(iter(waiting)))
+            return [self._read_in_foreground(next(iter(waiting)))]
         finally:
             with self._lock:
                 self._stats.stall_seconds += time.perf_counter() - started
@@ -235,13 +235,14 @@ class ExpertCache:
             self._stats.loaded_bytes += self._store.nbytes(key)
         return key, found
 
-    def _unpin(self, key: ExpertKey) -> None:
+    def _unpin(self, keys: Iterable[ExpertKey]) -> None:
         with self._lock:
-            self._pins[key] -= 1
-            if not self._pins[key]:
-                del self._pins[key]
-            if key in self._resident:
-                self._resident.move_to_end(key)
+            for key in keys:
+                self._pins[key] -= 1
+                if not self._pins[key]:
+                    del self._pins[key]
+                if key in self._resident:
+                    self._resident.move_to_end(key)
             if self._demands or self._prefetches:  # they may have been waiting for a slot
                 self._work_queued.notify()
 

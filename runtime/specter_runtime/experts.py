@@ -205,15 +205,42 @@ class SlotExpert:
         return self.view().to(dtype)
 
 
-class ExpertProvider(Protocol):
-    """Hands experts to the model, one at a time and in any order.
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What a router chose for T tokens of one layer, most probable expert first.
 
-    An expert is valid until the iterator advances: the provider owns the memory. An expert that
+    Attributes:
+        layer: the decoder layer.
+        selected_experts: int64 ``[T, K]``.
+        routing_weights: float32 ``[T, K]``, renormalized where the family does so.
+        router_probs: float32 ``[T, E]``: the softmax of the router's logits, whatever the family
+            makes of them; what is known of the experts that were not chosen. None where nobody
+            kept it.
+    """
+
+    layer: int
+    selected_experts: torch.Tensor
+    routing_weights: torch.Tensor
+    router_probs: torch.Tensor | None = None
+
+    def expert_ids(self) -> list[int]:
+        """The distinct experts, ascending."""
+        return sorted(set(self.selected_experts.flatten().tolist()))
+
+
+Batch = Sequence[tuple[int, Expert]]
+"""Experts by id that can be computed at the same time."""
+
+
+class ExpertProvider(Protocol):
+    """Hands experts to the model, batch by batch and in any order.
+
+    A batch is valid until the iterator advances: the provider owns the memory. An expert that
     is not yielded is *left out*: the model renormalizes the rest. Only a draft may do that.
     """
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
-        """Yield ``(expert_id, weights)`` once for each of the distinct ``expert_ids``."""
+    def experts(self, routing: Routing) -> Iterator[Batch]:
+        """Yield ``(expert_id, weights)`` once for each distinct expert of ``routing``."""
         ...
 
 
@@ -223,10 +250,10 @@ class ResidentExperts:
     def __init__(self, weights: Mapping[ExpertKey, Expert]) -> None:
         self._weights = weights
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
-        """Yield the experts in the order asked for."""
-        for expert in expert_ids:
-            yield expert, self._weights[ExpertKey(layer, expert)]
+    def experts(self, routing: Routing) -> Iterator[Batch]:
+        """Yield the experts, ascending."""
+        layer = routing.layer
+        yield [(expert, self._weights[ExpertKey(layer, expert)]) for expert in routing.expert_ids()]
 
 
 class PackedExperts:
@@ -235,12 +262,10 @@ class PackedExperts:
     def __init__(self, packed: Mapping[ExpertKey, Expert]) -> None:
         self._packed = packed
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, Expert]]:
+    def experts(self, routing: Routing) -> Iterator[Batch]:
         """Yield the stand-ins of those experts that have one."""
-        for expert in expert_ids:
-            packed = self._packed.get(ExpertKey(layer, expert))
-            if packed is not None:
-                yield expert, packed
+        found = [(e, self._packed.get(ExpertKey(routing.layer, e))) for e in routing.expert_ids()]
+        yield [(expert, packed) for expert, packed in found if packed is not None]
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:

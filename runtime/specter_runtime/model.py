@@ -19,7 +19,7 @@ import torch
 
 from specter_runtime import kernels
 from specter_runtime.config import LatentConfig, ModelConfig
-from specter_runtime.experts import PROJECTIONS, ExpertProvider, ExpertWeights
+from specter_runtime.experts import PROJECTIONS, ExpertProvider, ExpertWeights, Routing
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.layers import (
     Angles,
@@ -32,7 +32,7 @@ from specter_runtime.layers import (
     rotate,
     swiglu,
 )
-from specter_runtime.moe import Routing, mix_experts, route
+from specter_runtime.moe import merge, mix_experts, route
 from specter_runtime.roles import FLOAT32_ROLES, dense_shapes
 from specter_runtime.scaled import FP8_SCALE_SUFFIX, Fp8Matrix
 
@@ -205,12 +205,7 @@ class DecoderLayer:
                 pairs = zip(gates, shared, strict=True)
                 shared = [torch.sigmoid(gate) * out for gate, out in pairs]
             outs = [out + own for out, own in zip(outs, shared, strict=True)]
-        merged = Routing(
-            self.index,
-            torch.cat([r.selected_experts for r in routings]),
-            torch.cat([r.routing_weights for r in routings]),
-        )
-        return [self._add(x, out) for x, out in zip(blocks, outs, strict=True)], merged
+        return [self._add(x, out) for x, out in zip(blocks, outs, strict=True)], merge(routings)
 
     def predict(self, blocks: Sequence[torch.Tensor]) -> Routing:
         """What this layer's router makes of an earlier layer's hidden states.
@@ -225,7 +220,7 @@ class DecoderLayer:
         expert, num_rows = self._swiglus[prefix], normed.shape[0]
         if isinstance(expert, kernels.NativeExpert) and kernels.serves(normed.dtype, num_rows):
             every, out = range(num_rows), torch.empty(normed.shape)
-            expert.compute(normed.to(torch.float32), every, out, every, None)
+            kernels.compute_experts([(expert, every, every)], normed.to(torch.float32), out, None)
             return out.to(normed.dtype)
         gate, up, down = (self.tensors[f"{prefix}_{name}"] for name in PROJECTIONS)
         return swiglu(normed, gate, up, down)

@@ -10,37 +10,17 @@ Called by: model.  Next: experts.ExpertProvider.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 
 from specter_runtime import kernels
 from specter_runtime.config import RoutingConfig
-from specter_runtime.experts import ExpertProvider, ExpertWeights
+from specter_runtime.experts import ExpertProvider, ExpertWeights, Routing
 from specter_runtime.layers import linear, swiglu
 
 LEFT_OUT = -1
 """In place of the rank of an expert that the provider did not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """What a router chose for T tokens of one layer, most probable expert first.
-
-    Attributes:
-        layer: the decoder layer.
-        selected_experts: int64 ``[T, K]``.
-        routing_weights: float32 ``[T, K]``, renormalized where the family does so.
-    """
-
-    layer: int
-    selected_experts: torch.Tensor
-    routing_weights: torch.Tensor
-
-    def expert_ids(self) -> list[int]:
-        """The distinct experts, ascending."""
-        return sorted(set(self.selected_experts.flatten().tolist()))
 
 
 def route(
@@ -62,13 +42,14 @@ def route(
         layer: for the record.
     """
     logits = linear(tensors, "router", hidden.to(torch.float32))  # [T, E]
+    probs = logits.softmax(dim=-1)
     if routing.scoring == "sparsemixer":
         selected, weights = _sparsemixer(logits, num_experts_per_tok, routing.jitter_eps)
     elif routing.scoring == "softmax_topk":
         chosen, selected = logits.topk(num_experts_per_tok, dim=-1)
         weights = chosen.softmax(dim=-1)
     else:
-        scores = logits.softmax(dim=-1) if routing.scoring == "softmax" else logits.sigmoid()
+        scores = probs if routing.scoring == "softmax" else logits.sigmoid()
         choice = scores
         if "correction_bias" in tensors:  # decides who is chosen, not how much they count
             choice = choice + tensors["correction_bias"].flatten()
@@ -79,7 +60,7 @@ def route(
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.norm_min)
     if routing.routed_scaling_factor != 1.0:
         weights = weights * routing.routed_scaling_factor
-    return Routing(layer, selected, weights)
+    return Routing(layer, selected, weights, probs)
 
 
 def _within_groups(choice: torch.Tensor, routing: RoutingConfig) -> torch.Tensor:
@@ -119,6 +100,19 @@ def _sparsemixer(
     return torch.cat(selected, dim=-1), torch.cat(weights, dim=-1)
 
 
+def merge(routings: Sequence[Routing]) -> Routing:
+    """The routing of all rows from those of blocks of one layer."""
+    if len(routings) == 1:
+        return routings[0]
+    probs = [r.router_probs for r in routings if r.router_probs is not None]
+    return Routing(
+        routings[0].layer,
+        torch.cat([r.selected_experts for r in routings]),
+        torch.cat([r.routing_weights for r in routings]),
+        torch.cat(probs) if len(probs) == len(routings) else None,
+    )
+
+
 def mix_experts(
     blocks: Sequence[torch.Tensor],  # each [T, D]
     routings: Sequence[Routing],  # one a block
@@ -130,10 +124,10 @@ def mix_experts(
     Experts that the provider leaves out are skipped, and a row's other weights are scaled so that
     their sum stays what it was.
     """
-    layer, num_ranks = routings[0].layer, routings[0].selected_experts.shape[1]
+    routing = merge(routings)
+    selected, weights = routing.selected_experts, routing.routing_weights  # [T, K]
+    num_ranks = selected.shape[1]
     rows = blocks[0] if len(blocks) == 1 else torch.cat(tuple(blocks))
-    selected = torch.cat([routing.selected_experts for routing in routings])  # [T, K]
-    weights = torch.cat([routing.routing_weights for routing in routings])
     ranks: list[int] = []  # of each row, in ascending order of its experts
     places: dict[int, list[int]] = {}  # expert -> where in `ranks`
     for experts in selected.tolist():
@@ -145,28 +139,31 @@ def mix_experts(
     sizes = [block.shape[0] for block in blocks]
     bounds = [0, *accumulate(sizes)]
     left_out = set(places)
-    for expert, stored in provider.experts(layer, sorted(places)):
-        left_out.discard(expert)
-        targets = places[expert]
-        sources = [target // num_ranks for target in targets]
-        # Who computes must not depend on the blocks beside a row: of its own come so many at most.
-        num_together = min(len(sources), max(sizes))
-        form = kernels.prepare(stored) if kernels.serves(rows.dtype, num_together) else stored
-        if isinstance(form, kernels.NativeExpert):
-            form.compute(wide, sources, outputs, targets, swiglu_limit)
-            continue
-        full = stored.to(rows.dtype)
-        for start, stop in pairwise(bounds):  # as many rows a call as the block has
-            inside = [i for i, row in enumerate(sources) if start <= row < stop]
-            if inside:
-                chosen = rows[[sources[i] for i in inside]]
-                outputs[[targets[i] for i in inside]] = _compute(full, chosen, swiglu_limit)
+    for batch in provider.experts(routing):
+        native: list[tuple[kernels.NativeExpert, list[int], list[int]]] = []
+        for expert, stored in batch:
+            left_out.discard(expert)
+            targets = places[expert]
+            sources = [target // num_ranks for target in targets]
+            # Who computes must not depend on the blocks beside a row: of its own come so many.
+            num_together = min(len(sources), max(sizes))
+            form = kernels.prepare(stored) if kernels.serves(rows.dtype, num_together) else stored
+            if isinstance(form, kernels.NativeExpert):
+                native.append((form, sources, targets))
+                continue
+            full = stored.to(rows.dtype)
+            for start, stop in pairwise(bounds):  # as many rows a call as the block has
+                inside = [i for i, row in enumerate(sources) if start <= row < stop]
+                if inside:
+                    chosen = rows[[sources[i] for i in inside]]
+                    outputs[[targets[i] for i in inside]] = _compute(full, chosen, swiglu_limit)
+        kernels.compute_experts(native, wide, outputs, swiglu_limit)
     for expert in left_out:
         for place in places[expert]:
             ranks[place] = LEFT_OUT
     sums = combine(outputs, weights, ranks)
     if left_out:
-        sums = sums * left_out_scale(Routing(layer, selected, weights), places.keys() - left_out)
+        sums = sums * left_out_scale(routing, places.keys() - left_out)
     return list(torch.split(sums.to(rows.dtype), sizes))
 
 

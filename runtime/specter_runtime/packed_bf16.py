@@ -44,7 +44,8 @@ class PackedBfloat16:
         codes: uint8 ``[N, ceil(M / 32) * 48]``.
         table: uint8 ``[16]``: exponents, commonest first; unused entries are 0.
         escape_starts: int32 ``[N + 1]``: where each row's escapes begin in ``escapes``.
-        escapes: int32 ``[E]``: column in the lower 24 bits, exponent in the upper 8.
+        escapes: int32 ``[E]``: column in the lower 24 bits, ascending in a row, exponent in the
+            upper 8.
         shape: ``(N, M)``.
     """
 
@@ -63,8 +64,13 @@ class PackedBfloat16:
         starts, escapes = self.escape_starts, self.escapes
         if starts[0] != 0 or starts[-1] != len(escapes) or bool((starts.diff() < 0).any()):
             raise ValueError(ESCAPES_OUT_OF_ORDER)
-        if bool(((escapes & 0xFFFFFF) >= self.shape[1]).any()):
+        columns = escapes & 0xFFFFFF
+        if bool((columns >= self.shape[1]).any()):
             raise ValueError(ESCAPE_OUTSIDE)
+        begins_row = torch.zeros(len(escapes) + 1, dtype=torch.bool)
+        begins_row[starts.to(torch.int64)] = True
+        if bool(((columns.diff() <= 0) & ~begins_row[1:-1]).any()):
+            raise ValueError(ESCAPES_OUT_OF_ORDER)
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix, bit for bit where ``dtype`` is bfloat16."""

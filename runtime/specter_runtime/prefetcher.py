@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from specter_runtime.expert_cache import ExpertCache
-from specter_runtime.experts import ExpertKey
-from specter_runtime.moe import Routing
+from specter_runtime.experts import ExpertKey, Routing
 
 
 class Prefetcher:

@@ -24,11 +24,10 @@ from specter_runtime.acceptance import Acceptance, accept_greedy, rejection_samp
 from specter_runtime.config import GenerationLimits, SamplingConfig
 from specter_runtime.draft_engine import Draft, Drafter
 from specter_runtime.errors import SpecterError
-from specter_runtime.experts import ExpertProvider
+from specter_runtime.experts import ExpertProvider, Routing
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.metrics import DecodeStats
 from specter_runtime.model import MoETransformer, PredictionObserver
-from specter_runtime.moe import Routing
 from specter_runtime.prefetcher import Prefetcher
 from specter_runtime.sampling import draw, probabilities
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from specter_runtime.errors import BundleError, CapacityError, SpecterError
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
-from specter_runtime.experts import Expert, ExpertKey, ExpertWeights
+from specter_runtime.experts import Expert, ExpertKey, ExpertWeights, Routing
 from specter_runtime.shards import ALIGNMENT, align_up, write_tensors
 
 pytestmark = [
@@ -157,10 +157,19 @@ def in_background(store: ScriptedStore) -> Iterator[ThreadPoolExecutor]:
         store.release()
 
 
+def demand_of(
+    cache: ExpertCache, layer: int, experts: Sequence[int]
+) -> Generator[tuple[int, Expert], None, None]:
+    """Demand experts; they come one by one, a batch's pins last until the next batch."""
+    selected = torch.tensor([list(experts)])
+    for batch in cache.experts(Routing(layer, selected, torch.ones(selected.shape))):
+        yield from batch
+
+
 def consume(cache: ExpertCache, layer: int, experts: Sequence[int]) -> list[int]:
     """Demand experts; check each one's weights when it comes and again before the next."""
     order = []
-    for expert, weights in cache.experts(layer, experts):
+    for expert, weights in demand_of(cache, layer, experts):
         key = ExpertKey(layer, expert)
         check_weights(weights, key)
         time.sleep(0)  # let the I/O threads do their worst
@@ -210,7 +219,7 @@ def test_never_more_experts_are_resident_than_there_are_slots(
     cache = open_cache(num_slots, 2)
     everything = keys(0, *range(6)) + keys(1, *range(6))
     for layer in (0, 1, 0):
-        for expert, weights in cache.experts(layer, range(6)):
+        for expert, weights in demand_of(cache, layer, range(6)):
             assert len(residents(cache, everything)) <= num_slots
             assert cache.is_resident(ExpertKey(layer, expert))
             check_weights(weights, ExpertKey(layer, expert))
@@ -225,7 +234,7 @@ def test_residents_come_before_anything_is_waited_for(
     cache = open_cache(4)
     load(cache, B, D)
     store.hold(A, C)
-    demand = cache.experts(0, [0, 1, 2, 3])
+    demand = demand_of(cache, 0, [0, 1, 2, 3])
     assert [next(demand)[0], next(demand)[0]] == [1, 3]
     store.release()
     assert sorted(expert for expert, _ in demand) == [0, 2]
@@ -234,7 +243,7 @@ def test_residents_come_before_anything_is_waited_for(
 def test_experts_come_as_they_arrive(open_cache: OpenCache, store: ScriptedStore) -> None:
     cache = open_cache(3, num_io_threads=3)
     store.hold(A, B)
-    demand = cache.experts(0, [0, 1, 2])
+    demand = demand_of(cache, 0, [0, 1, 2])
     assert next(demand)[0] == 2
     store.release(B)
     assert next(demand)[0] == 1
@@ -341,7 +350,7 @@ def test_expert_in_use_survives_demands_for_its_only_slot(
 ) -> None:
     """The next read waits for the slot: a moment is left in which a wrong one would begin."""
     cache = open_cache(1)
-    for count, (expert, weights) in enumerate(cache.experts(0, [0, 1, 2]), 1):
+    for count, (expert, weights) in enumerate(demand_of(cache, 0, [0, 1, 2]), 1):
         moment = time.monotonic() + 0.02
         while time.monotonic() < moment and len(store.started) == count:
             time.sleep(0.001)
@@ -352,7 +361,7 @@ def test_expert_in_use_survives_demands_for_its_only_slot(
 
 def test_expert_in_use_survives_prefetches(open_cache: OpenCache) -> None:
     cache = open_cache(2)
-    demand = cache.experts(0, [0])
+    demand = demand_of(cache, 0, [0])
     _, weights = next(demand)
     for key in keys(1, 0, 1, 2, 3):
         cache.prefetch(key, deadline=0)
@@ -374,13 +383,12 @@ def test_expert_waiting_to_be_used_survives_until_it_has_been(
     """Demanded residents are pinned all together, before the first of them is yielded."""
     cache = open_cache(2)
     load(cache, A, B)
-    demand = cache.experts(0, [0, 1, 2])
+    demand = demand_of(cache, 0, [0, 1, 2])
     assert next(demand)[0] == 0
-    assert next(demand)[0] == 1  # A is free now: C's read may begin, in A's slot
-    wait_until(lambda: cache.is_resident(C))
-    assert not cache.is_resident(A)
-    assert cache.is_resident(B)
-    assert next(demand)[0] == 2
+    assert next(demand)[0] == 1
+    assert residents(cache, [A, B, C]) == [A, B]
+    assert next(demand)[0] == 2  # A and B are free now: C's read began, in A's slot
+    assert residents(cache, [A, B, C]) == [B, C]
     assert Counter(store.started) == {A: 1, B: 1, C: 1}
 
 
@@ -388,7 +396,7 @@ def test_expert_waiting_to_be_used_survives_until_it_has_been(
 def test_abandoned_demand_leaves_nothing_pinned(open_cache: OpenCache, num_taken: int) -> None:
     cache = open_cache(3)
     load(cache, A, B, C)
-    demand = cache.experts(0, [0, 1, 2])
+    demand = demand_of(cache, 0, [0, 1, 2])
     for _ in range(num_taken):
         next(demand)
     demand.close()
@@ -401,7 +409,7 @@ def test_demand_that_was_never_begun_does_nothing(
     open_cache: OpenCache, store: ScriptedStore
 ) -> None:
     cache = open_cache(1)
-    cache.experts(0, [0]).close()
+    demand_of(cache, 0, [0]).close()
     load(cache, B)
     assert store.started == [B]
     assert cache.stats().misses == 1
@@ -413,7 +421,7 @@ def test_expert_still_queued_from_an_abandoned_demand_is_read_once_when_demanded
     cache = open_cache(4)
     load(cache, A)
     store.hold(B)
-    demand = cache.experts(0, [0, 1, 2])
+    demand = demand_of(cache, 0, [0, 1, 2])
     assert next(demand)[0] == 0
     wait_until(lambda: B in store.started)
     demand.close()  # B is in flight, C queued
@@ -686,7 +694,7 @@ def test_failed_demand_is_raised_in_the_foreground_and_the_cache_goes_on(
     cache = open_cache(2)
     load(cache, B)
     store.fail(A, error)
-    demand = cache.experts(0, [0, 1])
+    demand = demand_of(cache, 0, [0, 1])
     assert next(demand)[0] == 1
     with pytest.raises(SpecterError, match="7") as caught:
         next(demand)
@@ -1082,7 +1090,7 @@ def quick_switches() -> Iterator[None]:
 
 def consume_some(cache: ExpertCache, layer: int, experts: list[int], limit: int) -> str:
     """Demand experts and give up after ``limit`` of them; says how it ended."""
-    demand = cache.experts(layer, experts)
+    demand = demand_of(cache, layer, experts)
     seen = []
     try:
         for expert, weights in demand:

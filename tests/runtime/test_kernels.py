@@ -199,7 +199,8 @@ def compute(expert: Any, rows: torch.Tensor, limit: float | None = None) -> torc
     prepared = kernels.prepare(expert)
     assert isinstance(prepared, NativeExpert)
     out = torch.full((len(rows), rows.shape[1]), float("nan"))
-    prepared.compute(rows, range(len(rows)), out, range(len(rows)), limit)
+    every = range(len(rows))
+    kernels.compute_experts([(prepared, every, every)], rows, out, limit)
     return out
 
 
@@ -251,12 +252,28 @@ def test_the_clamped_form_is_that_of_gpt_oss() -> None:
     assert np.all(np.abs(found - expected) <= sizes + gamma(2) * np.abs(expected))
 
 
+def test_experts_computed_together_come_out_as_each_by_itself() -> None:
+    rows = randn(6, 64, seed=9)
+    experts = [make_expert(64, inner) for inner in (96, 40, 33)]
+    forms = [experts[0], pack_expert(experts[1]), experts[2].to(torch.float32)]
+    sources = [[0, 3, 5], [1], [5, 4, 2, 0]]
+    out, work, start = torch.full((8, 64), float("nan")), [], 0
+    for form, own in zip(forms, sources, strict=True):
+        prepared = kernels.prepare(form)
+        assert isinstance(prepared, NativeExpert)
+        work.append((prepared, own, range(start, start + len(own))))
+        start += len(own)
+    kernels.compute_experts(work, rows, out, None)
+    alone = [compute(expert, rows)[own] for expert, own in zip(experts, sources, strict=True)]
+    assert same_bits(out, torch.cat(alone))
+
+
 def test_results_go_where_they_are_asked_for() -> None:
     expert, rows = make_expert(32, 64), randn(5, 32, seed=9)
     prepared = kernels.prepare(expert)
     assert isinstance(prepared, NativeExpert)
     out = torch.zeros(9, 32)
-    prepared.compute(rows, [4, 0, 2], out, [1, 8, 3], None)
+    kernels.compute_experts([(prepared, [4, 0, 2], [1, 8, 3])], rows, out, None)
     alone = compute(expert, rows)
     for source, target in ((4, 1), (0, 8), (2, 3)):
         assert same_bits(out[target], alone[source])

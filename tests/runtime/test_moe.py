@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from specter_runtime import kernels
 from specter_runtime.config import RoutingConfig
-from specter_runtime.experts import ExpertKey, ExpertWeights, ResidentExperts
-from specter_runtime.moe import Routing, left_out_scale, mix_experts
+from specter_runtime.experts import ExpertKey, ExpertWeights, ResidentExperts, Routing
+from specter_runtime.moe import left_out_scale, mix_experts
 from specter_runtime.moe import route as route_with
 from tests import oracles
 from tests.models import ShuffledExperts, same_bits

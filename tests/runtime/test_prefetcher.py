@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specter_runtime.experts import ExpertKey
-from specter_runtime.moe import Routing
+from specter_runtime.experts import ExpertKey, Routing
 from specter_runtime.prefetcher import Prefetcher
 
 EXPERT_BYTES = 1000

@@ -22,7 +22,7 @@ from specter_build.recipe import DraftRecipe
 from specter_runtime.config import GenerationLimits, RuntimeConfig, SamplingConfig
 from specter_runtime.draft_engine import Draft, Drafter, RoutingObserver, SelfDrafter
 from specter_runtime.errors import SpecterError
-from specter_runtime.experts import ExpertProvider, ExpertWeights, PackedExperts
+from specter_runtime.experts import Batch, ExpertProvider, PackedExperts, Routing
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.session import Session
 from specter_runtime.speculative_decoder import SpeculativeDecoder
@@ -348,10 +348,10 @@ class FailingExperts:
         self._experts = target.experts
         self.fails = False
 
-    def experts(self, layer: int, expert_ids: Sequence[int]) -> Iterator[tuple[int, ExpertWeights]]:
-        if self.fails and layer == 1:
+    def experts(self, routing: Routing) -> Iterator[Batch]:
+        if self.fails and routing.layer == 1:
             raise OSError("no such expert")
-        yield from self._experts.experts(layer, expert_ids)
+        yield from self._experts.experts(routing)
 
 
 @pytest.mark.parametrize("fails_in", ["draft", "target"])

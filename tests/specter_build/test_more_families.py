@@ -21,9 +21,8 @@ from specter_build.pipeline import build
 from specter_build.recipe import Recipe
 from specter_runtime.config import GenerationLimits, RuntimeConfig, SamplingConfig
 from specter_runtime.draft_engine import SelfDrafter
-from specter_runtime.experts import ExpertProvider, ResidentExperts
+from specter_runtime.experts import ExpertProvider, ResidentExperts, Routing
 from specter_runtime.kv_cache import KVCache
-from specter_runtime.moe import Routing
 from specter_runtime.session import Session
 from specter_runtime.speculative_decoder import SpeculativeDecoder
 from tests.checkpoints import (

@@ -29,10 +29,9 @@ from specter_build.recipe import DraftRecipe, Recipe
 from specter_runtime.bundle_loader import load_bundle
 from specter_runtime.config import ExpertNumbers, ModelConfig
 from specter_runtime.errors import CheckpointError, RecipeError
-from specter_runtime.experts import ExpertKey, ExpertWeights, PackedExpert, matrix_shapes
+from specter_runtime.experts import ExpertKey, ExpertWeights, PackedExpert, Routing, matrix_shapes
 from specter_runtime.layers import swiglu, swiglu_inner
 from specter_runtime.memory import draft_nbytes
-from specter_runtime.moe import Routing
 from specter_runtime.packed import PackedTensor, dequantize, packed_nbytes, unpack_codes
 from tests.checkpoints import recipe_dict
 from tests.models import same_bits

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from specter_build.profile_routing import HeadComparison
 from specter_build.report import LayerProfile, describe, make_report, summarize_layer
 from specter_runtime.config import ModelConfig
+from specter_runtime.experts import Routing
 from specter_runtime.manifest import Manifest
-from specter_runtime.moe import Routing
 
 NUM_SEQUENCES, NUM_TOKENS, NUM_LAYERS, NUM_EXPERTS, PER_TOKEN = 4, 64, 3, 8, 2
 WINDOWS = ("1", "2", "4", "8", "16")

@@ -29,7 +29,7 @@ from specter_runtime.packed_bf16 import ESCAPE_OUTSIDE, ESCAPES_OUT_OF_ORDER, Pa
 
 logger = logging.getLogger(__name__)
 
-ABI = 1
+ABI = 2
 MAX_ROWS = 32
 """Rows of activations up to which the kernels are the faster way."""
 
@@ -60,6 +60,15 @@ class _Matrix(ctypes.Structure):
         ("bias", _POINTER),
         *((name, ctypes.c_int32) for name in ("rows", "columns", "kind", "bits", "group_size")),
         ("unused", ctypes.c_int32),
+    )
+
+
+class _ExpertRows(ctypes.Structure):
+    """``struct ExpertRows`` of native.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("gate", "up", "down", "source", "target")),
+        ("num_rows", ctypes.c_int64),
     )
 
 
@@ -112,9 +121,8 @@ def _open(path: Path) -> ctypes.CDLL | None:
     native.specter_matmul.argtypes = (
         _POINTER, _POINTER, ctypes.c_int64, ctypes.c_int32, _POINTER,
     )  # fmt: skip
-    native.specter_expert.argtypes = (
-        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, ctypes.c_int32,
-        ctypes.c_float, _POINTER,
+    native.specter_experts.argtypes = (
+        _POINTER, ctypes.c_int32, _POINTER, ctypes.c_float, _POINTER,
     )  # fmt: skip
     native.specter_locate_escapes.argtypes = (_POINTER, ctypes.c_int32, _POINTER, ctypes.c_int64)
     native.specter_widen.argtypes = (_POINTER, _POINTER)
@@ -212,6 +220,15 @@ class NativeExpert:
     up: NativeMatrix
     down: NativeMatrix
 
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the structs of gate, up and down projection."""
+        return (
+            ctypes.addressof(self.gate.struct),
+            ctypes.addressof(self.up.struct),
+            ctypes.addressof(self.down.struct),
+        )
+
     def locate_escapes(self, buffer: torch.Tensor, start: int) -> None:
         """Look anew where the escapes of a packed expert are, in a slot that was read into again.
 
@@ -223,8 +240,7 @@ class NativeExpert:
             ValueError: they contradict each other.
         """
         native = _native()
-        matrices = (self.gate, self.up, self.down)
-        pointers = (_POINTER * 3)(*(ctypes.addressof(matrix.struct) for matrix in matrices))
+        pointers = (_POINTER * 3)(*self.addresses)
         room = (len(buffer) - start) // 4
         problem = native.specter_locate_escapes(pointers, 3, buffer.data_ptr() + start, room)
         if problem:
@@ -237,36 +253,37 @@ class NativeExpert:
             return self.expert.to(dtype)
         return ExpertWeights(*(matrix.widen().to(dtype) for matrix in matrices))
 
-    def compute(
-        self,
-        rows: torch.Tensor,
-        sources: Sequence[int],
-        outputs: torch.Tensor,
-        targets: Sequence[int],
-        swiglu_limit: float | None,
-    ) -> None:
-        """``outputs[targets] = down(silu(gate x) * up x)`` for ``x = rows[sources]``, in float32.
 
-        Args:
-            rows: float32 ``[T, D]``, contiguous.
-            sources: which of them.
-            outputs: float32 ``[.., D]``, contiguous.
-            targets: where each result goes.
-            swiglu_limit: set for gpt-oss's clamped form.
-        """
-        native = _native()
-        indices = ctypes.c_int32 * len(sources)
-        native.specter_expert(
-            ctypes.byref(self.gate.struct),
-            ctypes.byref(self.up.struct),
-            ctypes.byref(self.down.struct),
-            rows.data_ptr(),
-            indices(*sources),
-            indices(*targets),
-            len(sources),
-            swiglu_limit or 0.0,
-            outputs.data_ptr(),
-        )
+def compute_experts(
+    work: Sequence[tuple[NativeExpert, Sequence[int], Sequence[int]]],
+    rows: torch.Tensor,
+    outputs: torch.Tensor,
+    swiglu_limit: float | None,
+) -> None:
+    """``outputs[targets] = down(silu(gate x) * up x)`` for ``x = rows[sources]``, in float32.
+
+    Args:
+        work: experts with their sources and targets.
+        rows: float32 ``[T, D]``, contiguous.
+        outputs: float32 ``[.., D]``, contiguous.
+        swiglu_limit: set for gpt-oss's clamped form.
+    """
+    if not work:
+        return
+    native = _native()
+    indices = [ctypes.c_int32 * len(sources) for _, sources, _ in work]
+    kept = [
+        (make(*sources), make(*targets))
+        for make, (_, sources, targets) in zip(indices, work, strict=True)
+    ]
+    structs = (_ExpertRows * len(work))()
+    for struct, (expert, _, sources), (source, target) in zip(structs, work, kept, strict=True):
+        struct.gate, struct.up, struct.down = expert.addresses
+        struct.source, struct.target = ctypes.addressof(source), ctypes.addressof(target)
+        struct.num_rows = len(sources)
+    native.specter_experts(
+        structs, len(work), rows.data_ptr(), swiglu_limit or 0.0, outputs.data_ptr()
+    )
 
 
 def prepare(expert: Expert) -> Expert:

@@ -36,7 +36,6 @@ namespace {
 constexpr int kLanes = 32;        // partial sums of a result; columns of a chunk
 constexpr int kChunkBytes = 48;   // of packed bfloat16
 constexpr int kRowsPerTask = 32;  // rows of a matrix that a thread takes at a time
-constexpr uint8_t kEscape = 15;
 
 enum Kind : int32_t { kBfloat16 = 0, kPackedBfloat16 = 1, kFloat32 = 2, kFloat16 = 3, kGrouped = 4 };
 
@@ -59,6 +58,13 @@ struct Matrix {
   int32_t bits;                 // groups: of a code, 2, 3, 4 or 8
   int32_t group_size;           // groups: a multiple of 8
   int32_t unused;
+};
+
+// An expert and the rows that it is to compute: out[to[r]] = expert(x[from[r]]).
+struct ExpertRows {
+  const Matrix *gate, *up, *down;
+  const int32_t *from, *to;
+  int64_t num_rows;
 };
 
 // The attention half of a decoder layer; a null pointer is an option that the model does not have.
@@ -183,15 +189,17 @@ class Pool {
     busy_.store(0);
   }
 
-  // I/O threads share the cores: after a short burst each turn is offered to them.
+  // A turn is not offered to others at once: whoever takes it keeps it for a scheduler's slice, many
+  // times as long as a task. Only one who waits for a helper that was put off its core gives way.
   static void pause(int spins) {
 #if defined(SPECTER_X86)
-    if (spins < 64) { _mm_pause(); return; }
+    if (spins < kPatience) { _mm_pause(); return; }
 #endif
     std::this_thread::yield();
   }
 
-  static constexpr int kSpins = 400;
+  static constexpr int kSpins = 8000;       // of a helper, before it sleeps: a fraction of a millisecond
+  static constexpr int kPatience = 20000;
   std::mutex mutex_;
   std::vector<std::thread> helpers_;
   std::atomic<uint32_t> generation_{0}, started_{0};
@@ -245,14 +253,16 @@ float add_lanes(const float* lanes) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+// Puts right one weight of a widened row.
+inline void patch_escape(const uint8_t* data, uint32_t escape, float* out) {
+  const int column = int(escape & 0xFFFFFF);
+  const uint32_t s = data[column / kLanes * kChunkBytes + position_of(column % kLanes)];
+  out[column] = from_bits((s & 0x80) << 24 | (escape >> 24) << 23 | (s & 0x7F) << 16);
+}
+
 void patch_escapes(const Matrix& m, int row, float* out) {
-  const uint8_t* data = m.data + row * row_bytes(m);
-  for (int32_t i = m.escape_starts[row]; i < m.escape_starts[row + 1]; ++i) {
-    uint32_t escape = uint32_t(m.escapes[i]);
-    int column = int(escape & 0xFFFFFF);
-    uint32_t s = data[column / kLanes * kChunkBytes + position_of(column % kLanes)];
-    out[column] = from_bits((s & 0x80) << 24 | (escape >> 24) << 23 | (s & 0x7F) << 16);
-  }
+  for (int32_t i = m.escape_starts[row]; i < m.escape_starts[row + 1]; ++i)
+    patch_escape(m.data + row * row_bytes(m), uint32_t(m.escapes[i]), out);
 }
 
 // Widens a row to float32; `out` has room for whole chunks, what is behind the last column is 0.
@@ -365,19 +375,37 @@ TARGET_AVX2 void dot_pair_avx2(const float* weights, const float* x, const float
   *y_out = add_vectors(e, f, g, h);
 }
 
-TARGET_AVX2 float dot_packed_avx2(const uint8_t* data, const Decoder& decoder, const float* x,
-                                  int num_chunks) {
+// Escapes of a row come in ascending order of their columns (specter_locate_escapes).
+TARGET_AVX2 float dot_packed_avx2(const Matrix& m, int row, const float* x) {
+  const uint8_t* data = m.data + row * row_bytes(m);
+  const Decoder decoder = make_decoder(m.table);
+  const int num_chunks = chunks_of(m.columns);
+  int32_t escape = m.escape_starts[row];
+  const int32_t last_escape = m.escape_starts[row + 1];
   __m256 a = _mm256_setzero_ps(), b = a, c = a, d = a;
-  for (int i = 0; i < num_chunks; ++i, data += kChunkBytes, x += kLanes) {
-    __m256 w[4];
-    _mm_prefetch(reinterpret_cast<const char*>(data + 1024), _MM_HINT_T0);
-    widen_chunk(data, decoder, w);
-    a = _mm256_fmadd_ps(w[0], _mm256_loadu_ps(x), a);
-    b = _mm256_fmadd_ps(w[1], _mm256_loadu_ps(x + 8), b);
-    c = _mm256_fmadd_ps(w[2], _mm256_loadu_ps(x + 16), c);
-    d = _mm256_fmadd_ps(w[3], _mm256_loadu_ps(x + 24), d);
+  __m256 w[4];
+  const auto add = [&](int i) TARGET_AVX2 {
+    a = _mm256_fmadd_ps(w[0], _mm256_loadu_ps(x + i * kLanes), a);
+    b = _mm256_fmadd_ps(w[1], _mm256_loadu_ps(x + i * kLanes + 8), b);
+    c = _mm256_fmadd_ps(w[2], _mm256_loadu_ps(x + i * kLanes + 16), c);
+    d = _mm256_fmadd_ps(w[3], _mm256_loadu_ps(x + i * kLanes + 24), d);
+  };
+  for (int i = 0;; ++i) {
+    const int stop = escape < last_escape ? (m.escapes[escape] & 0xFFFFFF) / kLanes : num_chunks;
+    for (; i < stop; ++i) {
+      _mm_prefetch(reinterpret_cast<const char*>(data + i * kChunkBytes + 1024), _MM_HINT_T0);
+      widen_chunk(data + i * kChunkBytes, decoder, w);
+      add(i);
+    }
+    if (i == num_chunks) return add_vectors(a, b, c, d);
+    float patched[kLanes];
+    widen_chunk(data + i * kChunkBytes, decoder, w);
+    for (int j = 0; j < 4; ++j) _mm256_storeu_ps(patched + 8 * j, w[j]);
+    for (; escape < last_escape && (m.escapes[escape] & 0xFFFFFF) / kLanes == i; ++escape)
+      patch_escape(data, uint32_t(m.escapes[escape]), patched - i * kLanes);
+    for (int j = 0; j < 4; ++j) w[j] = _mm256_loadu_ps(patched + 8 * j);
+    add(i);
   }
-  return add_vectors(a, b, c, d);
 }
 
 TARGET_AVX2 float dot_bf16_avx2(const uint8_t* data, const float* x, int num_chunks) {
@@ -520,8 +548,8 @@ void row_products(const Matrix& m, int row, const float* x, int64_t x_stride, in
 #if defined(SPECTER_X86)
   if (num_rows == 1 && use_avx2()) {
     const uint8_t* data = m.data + row * row_bytes(m);
-    if (m.kind == kPackedBfloat16 && m.escape_starts[row] == m.escape_starts[row + 1]) {
-      out[0] = dot_packed_avx2(data, make_decoder(m.table), x, num_chunks) + bias;
+    if (m.kind == kPackedBfloat16) {
+      out[0] = dot_packed_avx2(m, row, x) + bias;
       return;
     }
     if (m.kind == kGrouped && m.columns % 8 == 0) {
@@ -552,6 +580,17 @@ struct Padded {
   int64_t stride;
   std::vector<float> data;
 };
+
+int tasks_of(const Matrix& m) { return (m.rows + kRowsPerTask - 1) / kRowsPerTask; }
+
+// Calls use(n, scratch) for the rows n of a task; scratch has room for a widened row.
+template <class Use>
+void each_row(const Matrix& m, int task, const Use& use) {
+  thread_local std::vector<float> scratch;
+  scratch.resize(size_t(chunks_of(m.columns)) * kLanes);
+  const int stop = (task + 1) * kRowsPerTask < m.rows ? (task + 1) * kRowsPerTask : m.rows;
+  for (int n = task * kRowsPerTask; n < stop; ++n) use(n, scratch.data());
+}
 
 // exp(x) within 2 units in the last place. Source: Cephes expf (range reduction and polynomial).
 inline float exp_fast(float x) {
@@ -715,7 +754,7 @@ void attend_group(const Attention& a, const float* queries, int group, int64_t l
 
 extern "C" {
 
-int specter_abi() { return 1; }
+int specter_abi() { return 2; }
 
 const char* specter_isa() { return use_avx2() ? "avx2" : "generic"; }
 
@@ -728,38 +767,55 @@ void specter_matmul(const Matrix* m, const float* x, int64_t x_stride, int32_t n
   Padded padded(num_rows, m->columns);
   for (int r = 0; r < num_rows; ++r)
     std::memcpy(&padded.data[r * padded.stride], x + r * x_stride, sizeof(float) * m->columns);
-  Pool::get().run((m->rows + kRowsPerTask - 1) / kRowsPerTask, [&](int task) {
-    std::vector<float> scratch(padded.stride);
-    for (int n = task * kRowsPerTask; n < m->rows && n < (task + 1) * kRowsPerTask; ++n)
-      row_products(*m, n, padded.data.data(), padded.stride, num_rows, scratch.data(), out + n,
-                   m->rows);
+  Pool::get().run(tasks_of(*m), [&](int task) {
+    each_row(*m, task, [&](int n, float* scratch) {
+      row_products(*m, n, padded.data.data(), padded.stride, num_rows, scratch, out + n, m->rows);
+    });
   });
 }
 
-// One expert, down(silu(gate x) * (up x)), for the rows x[from[r]]; results go to the rows out[to[r]].
-// limit > 0 is gpt-oss's clamped form.
-void specter_expert(const Matrix* gate, const Matrix* up, const Matrix* down, const float* x,
-                    const int32_t* from, const int32_t* to, int32_t num_rows, float limit, float* out) {
-  Padded padded(num_rows, gate->columns), inner(num_rows, down->columns);
-  for (int r = 0; r < num_rows; ++r)
-    std::memcpy(&padded.data[r * padded.stride], x + int64_t(from[r]) * gate->columns,
-                sizeof(float) * gate->columns);
-  Pool::get().run((gate->rows + kRowsPerTask - 1) / kRowsPerTask, [&](int task) {
-    std::vector<float> scratch(padded.stride), g(num_rows), u(num_rows);
-    for (int n = task * kRowsPerTask; n < gate->rows && n < (task + 1) * kRowsPerTask; ++n) {
-      row_products(*gate, n, padded.data.data(), padded.stride, num_rows, scratch.data(), g.data(), 1);
-      row_products(*up, n, padded.data.data(), padded.stride, num_rows, scratch.data(), u.data(), 1);
+// Experts, down(silu(gate x) * (up x)) each, for some rows of x; see ExpertRows. limit > 0 is
+// gpt-oss's clamped form.
+void specter_experts(const ExpertRows* experts, int32_t num_experts, const float* x, float limit,
+                     float* out) {
+  std::vector<Padded> inputs, inners;
+  std::vector<int> first_inner(1, 0), first_outer(1, 0);  // tasks of an expert, before it
+  for (int i = 0; i < num_experts; ++i) {
+    const ExpertRows& e = experts[i];
+    const int num_rows = int(e.num_rows);
+    inputs.emplace_back(num_rows, e.gate->columns);
+    inners.emplace_back(num_rows, e.down->columns);
+    for (int r = 0; r < num_rows; ++r)
+      std::memcpy(&inputs[i].data[r * inputs[i].stride], x + int64_t(e.from[r]) * e.gate->columns,
+                  sizeof(float) * e.gate->columns);
+    first_inner.push_back(first_inner[i] + tasks_of(*e.gate));
+    first_outer.push_back(first_outer[i] + tasks_of(*e.down));
+  }
+  Pool::get().run(first_inner[num_experts], [&](int task) {
+    int i = 0;
+    while (task >= first_inner[i + 1]) ++i;
+    const ExpertRows& e = experts[i];
+    const int num_rows = int(e.num_rows);
+    Padded &input = inputs[i], &inner = inners[i];
+    std::vector<float> g(num_rows), u(num_rows);
+    each_row(*e.gate, task - first_inner[i], [&](int n, float* scratch) {
+      row_products(*e.gate, n, input.data.data(), input.stride, num_rows, scratch, g.data(), 1);
+      row_products(*e.up, n, input.data.data(), input.stride, num_rows, scratch, u.data(), 1);
       for (int r = 0; r < num_rows; ++r)
         inner.data[r * inner.stride + n] =
             limit > 0 ? clamped_swiglu(g[r], u[r], limit) : silu(g[r]) * u[r];
-    }
+    });
   });
-  Pool::get().run((down->rows + kRowsPerTask - 1) / kRowsPerTask, [&](int task) {
-    std::vector<float> scratch(inner.stride), sums(num_rows);
-    for (int n = task * kRowsPerTask; n < down->rows && n < (task + 1) * kRowsPerTask; ++n) {
-      row_products(*down, n, inner.data.data(), inner.stride, num_rows, scratch.data(), sums.data(), 1);
-      for (int r = 0; r < num_rows; ++r) out[int64_t(to[r]) * down->rows + n] = sums[r];
-    }
+  Pool::get().run(first_outer[num_experts], [&](int task) {
+    int i = 0;
+    while (task >= first_outer[i + 1]) ++i;
+    const ExpertRows& e = experts[i];
+    std::vector<float> sums(e.num_rows);
+    each_row(*e.down, task - first_outer[i], [&](int n, float* scratch) {
+      row_products(*e.down, n, inners[i].data.data(), inners[i].stride, int(e.num_rows), scratch,
+                   sums.data(), 1);
+      for (int r = 0; r < e.num_rows; ++r) out[int64_t(e.to[r]) * e.down->rows + n] = sums[r];
+    });
   });
 }
 
@@ -790,6 +846,9 @@ int specter_locate_escapes(Matrix* const* matrices, int32_t num_matrices, const 
     if (count > room) return 1;
     for (int64_t e = 0; e < count; ++e)
       if ((uint32_t(escapes[e]) & 0xFFFFFF) >= uint32_t(m.columns)) return 2;
+    for (int r = 0; r < m.rows; ++r)
+      for (int32_t e = m.escape_starts[r] + 1; e < m.escape_starts[r + 1]; ++e)
+        if ((escapes[e] & 0xFFFFFF) <= (escapes[e - 1] & 0xFFFFFF)) return 1;
     m.escapes = escapes;
     escapes += count;
     room -= count;
@@ -818,15 +877,15 @@ void specter_attention(const Attention* a, const float* hidden, int32_t num_rows
   const Matrix* matrices[3] = {a->q, a->k, a->v};
   float* products[3] = {q.data(), k.data(), v.data()};
   int tasks[3];
-  for (int i = 0; i < 3; ++i) tasks[i] = (matrices[i]->rows + kRowsPerTask - 1) / kRowsPerTask;
+  for (int i = 0; i < 3; ++i) tasks[i] = tasks_of(*matrices[i]);
   Pool::get().run(tasks[0] + tasks[1] + tasks[2], [&](int task) {
     int i = 0;
     while (task >= tasks[i]) task -= tasks[i++];
     const Matrix& m = *matrices[i];
-    std::vector<float> scratch(normed.stride);
-    for (int n = task * kRowsPerTask; n < m.rows && n < (task + 1) * kRowsPerTask; ++n)
-      row_products(m, n, normed.data.data(), normed.stride, num_rows, scratch.data(),
-                   products[i] + n, m.rows);
+    each_row(m, task, [&](int n, float* scratch) {
+      row_products(m, n, normed.data.data(), normed.stride, num_rows, scratch, products[i] + n,
+                   m.rows);
+    });
   });
   std::vector<float> scratch(a->head_dim);
   for (int r = 0; r < num_rows; ++r) {
@@ -844,11 +903,11 @@ void specter_attention(const Attention* a, const float* hidden, int32_t num_rows
     attend_group(*a, &q[r * query_width], task % a->num_kv_heads, start + r, keys, values,
                  &attended.data[r * attended.stride]);
   });
-  Pool::get().run((a->o->rows + kRowsPerTask - 1) / kRowsPerTask, [&](int task) {
-    std::vector<float> buffer(attended.stride);
-    for (int n = task * kRowsPerTask; n < a->o->rows && n < (task + 1) * kRowsPerTask; ++n)
-      row_products(*a->o, n, attended.data.data(), attended.stride, num_rows, buffer.data(), out + n,
+  Pool::get().run(tasks_of(*a->o), [&](int task) {
+    each_row(*a->o, task, [&](int n, float* scratch) {
+      row_products(*a->o, n, attended.data.data(), attended.stride, num_rows, scratch, out + n,
                    a->o->rows);
+    });
   });
   for (int64_t i = 0; i < int64_t(num_rows) * width; ++i)
     out[i] = hidden[i] + out[i] * a->residual_multiplier;
@@ -856,12 +915,11 @@ void specter_attention(const Attention* a, const float* hidden, int32_t num_rows
 
 // The matrix as float32 [rows, columns].
 void specter_widen(const Matrix* m, float* out) {
-  Pool::get().run((m->rows + kRowsPerTask - 1) / kRowsPerTask, [&](int task) {
-    std::vector<float> scratch(size_t(chunks_of(m->columns)) * kLanes);
-    for (int n = task * kRowsPerTask; n < m->rows && n < (task + 1) * kRowsPerTask; ++n) {
-      widen_row(*m, n, scratch.data());
-      std::memcpy(out + int64_t(n) * m->columns, scratch.data(), sizeof(float) * m->columns);
-    }
+  Pool::get().run(tasks_of(*m), [&](int task) {
+    each_row(*m, task, [&](int n, float* scratch) {
+      widen_row(*m, n, scratch);
+      std::memcpy(out + int64_t(n) * m->columns, scratch, sizeof(float) * m->columns);
+    });
   });
 }
 
