@@ -1,25 +1,25 @@
 """Step: decide slots, initial residents and the number of draft tokens for a budget. Pure.
 
-The prediction is a roofline over a replay of the recorded routes: bytes over the link by an LRU
-cache of the planned size, computation at memory speed. It ranks numbers of draft tokens; it does
-not pretend to milliseconds.
+The prediction is a roofline over a replay of the recorded routes: bytes over the link by a cache
+of the planned size that evicts as the runtime does, computation at memory speed. It ranks numbers
+of draft tokens; it does not pretend to milliseconds.
 
 Called by: pipeline.  Next: specter_runtime.memory.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from specter_build.fidelity import expected_acceptance_length
 from specter_build.recipe import HardwareRecipe
 from specter_runtime.config import DTYPE_BYTES, DType, ModelConfig
-from specter_runtime.eviction import choose_victim
-from specter_runtime.experts import ExpertKey
+from specter_runtime.eviction import UNKNOWN, ReuseValues, choose_victim
+from specter_runtime.experts import ExpertKey, Routing
 from specter_runtime.manifest import FORMAT_VERSION, Plan
 from specter_runtime.memory import MemoryUse, dense_nbytes
 
@@ -60,11 +60,11 @@ def replay_loads(
     num_slots: int,
     window: int,
 ) -> float:
-    """Experts loaded per window of ``window`` tokens by an LRU cache; drives the runtime's rule.
+    """Experts loaded per window of ``window`` tokens by a cache; drives the runtime's rule.
 
     Args:
         routes: the target's routes.
-        initial: what is resident at the start; the first ``num_slots`` count.
+        initial: all experts, hottest first; the first ``num_slots`` are resident at the start.
         num_slots: slots of the cache.
         window: tokens that are verified together: an expert is demanded once in a window.
     """
@@ -73,25 +73,30 @@ def replay_loads(
     warm_up = num_tokens // 2  # by then the cache holds what the text made it hold
     has_warm_up = window <= warm_up  # if not, all of it counts, from an empty cache
     loads = counted_tokens = 0
-    resident: OrderedDict[ExpertKey, None] = OrderedDict()
+    shape = max(layers) + 1, 1 + max(key.expert for key in initial)
+    policy = ReuseValues(*shape, initial)
+    resident = np.zeros(shape, dtype=bool)
+    next_use = np.full(shape, UNKNOWN)
     if has_warm_up:
-        resident = OrderedDict.fromkeys(initial[:num_slots])
+        for key in initial[:num_slots]:
+            resident[key] = True
     for start in range(0, num_tokens, window):
         stop = min(start + window, num_tokens)
         is_counted = start >= warm_up or not has_warm_up
         counted_tokens += (stop - start) * is_counted
         for layer, rows in layers.items():
-            for expert in sorted(set(rows[start:stop].flatten().tolist())):
-                key = ExpertKey(layer, expert)
-                if key in resident:
-                    resident.move_to_end(key)
-                    continue
+            routing = Routing(layer, rows[start:stop], torch.ones(stop - start, rows.shape[1]))
+            policy.observe(routing)
+            used = np.zeros(shape, dtype=bool)
+            used[layer, routing.expert_ids()] = True
+            for expert in np.flatnonzero(used[layer] & ~resident[layer]):
                 loads += is_counted
-                if len(resident) >= num_slots:
-                    victim = choose_victim(resident, (), {}, -1)
-                    if victim is not None:
-                        del resident[victim]
-                resident[key] = None
+                if resident.sum() >= num_slots:
+                    victim = choose_victim(policy.values, resident & ~used, next_use, -1)
+                    victim = victim or choose_victim(policy.values, resident, next_use, -1)
+                    assert victim is not None, "there is at least one slot"
+                    resident[victim] = False
+                resident[layer, expert] = True
     return loads * window / counted_tokens if counted_tokens else 0.0
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 DType = Literal["bfloat16", "float16", "float32"]
 ExpertDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "mxfp4"]
 Encoding = Literal["raw", "packed"]
+Eviction = Literal["reuse", "lru"]
 QKNorm = Literal["none", "head", "full"]
 Scoring = Literal["softmax", "sigmoid", "softmax_topk", "sparsemixer"]
 
@@ -213,6 +214,9 @@ class RuntimeConfig:
         prefetch: whether the draft's routing moves experts ahead of verification.
         predict_next_layer: whether, where there is no draft, the next layer's router moves experts
             ahead. It shortens stalls and reads more; measured, it loses more than it gains.
+        eviction: what gives way in a full cache: ``reuse``, what the routers have wanted least of
+            late, or ``lru``, what has not been used for longest.
+        overlap: whether experts are computed as they arrive; if not, all of a layer are awaited.
         load_timeout_seconds: how long a prefetch in flight may keep verification waiting before
             the expert is read again in the foreground.
     """
@@ -225,6 +229,8 @@ class RuntimeConfig:
     num_threads: int | None = None
     prefetch: bool = True
     predict_next_layer: bool = False
+    eviction: Eviction = "reuse"
+    overlap: bool = True
     load_timeout_seconds: float = 10.0
     verify_hashes: bool = False
 

@@ -17,15 +17,16 @@ import heapq
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from specter_runtime.errors import CapacityError, SpecterError
-from specter_runtime.eviction import choose_victim
+from specter_runtime.eviction import UNKNOWN, EvictionPolicy, choose_victim
 from specter_runtime.expert_store import ExpertStore, aligned_buffer
 from specter_runtime.experts import Batch, Expert, ExpertKey, Routing
 from specter_runtime.metrics import CacheStats
@@ -70,8 +71,11 @@ class ExpertCache:
         store: ExpertStore,
         num_slots: int,
         view: Callable[[torch.Tensor, Expert | None], Expert],
+        policy: EvictionPolicy,
         num_io_threads: int = 2,
         load_timeout_seconds: float = 10.0,
+        *,
+        overlap: bool = True,
     ) -> None:
         """Allocate the arena and start the I/O threads.
 
@@ -80,9 +84,12 @@ class ExpertCache:
             num_slots: experts that can be resident.
             view: sees what was read into a slot's uint8 tensor, without a copy; it is also given
                 what it returned for this slot before. Raises if it is damaged.
+            policy: what it is worth to keep each expert.
             num_io_threads: threads that read.
             load_timeout_seconds: how long a demand waits for a load in flight before it reads the
                 expert itself.
+            overlap: whether experts are handed out as they arrive. If not, all that one call asks
+                for are awaited first, unless they outnumber the slots.
 
         Raises:
             CapacityError: there is no slot.
@@ -91,18 +98,22 @@ class ExpertCache:
             raise CapacityError(f"the expert cache needs at least 1 slot, got {num_slots}")
         self._store = store
         self._view = view
+        self._policy = policy
+        self._overlap = overlap
         self._load_timeout_seconds = load_timeout_seconds
         self.num_slots = num_slots
         arena = aligned_buffer(num_slots * store.slot_bytes)
         self._free = [self._slot(arena, i) for i in range(num_slots)]
-        self._resident: OrderedDict[ExpertKey, _Slot] = OrderedDict()  # least recently used first
-        self._pins: dict[ExpertKey, int] = {}
+        self._resident: dict[ExpertKey, _Slot] = {}
+        shape = policy.values.shape  # [L, E], as that of the next three
+        self._evictable = np.zeros(shape, dtype=bool)  # resident and not pinned
+        self._pins = np.zeros(shape, dtype=np.int64)
+        self._next_use = np.full(shape, UNKNOWN)  # layer at which the window needs it
         self._loads: dict[ExpertKey, _Load] = {}
         self._demands: deque[ExpertKey] = deque()
         self._prefetches: list[tuple[int, int, ExpertKey]] = []  # heap: deadline, order
         self._num_asked = 0
-        self._next_use: dict[ExpertKey, int] = {}  # layer at which the window needs it
-        self._due: dict[int, list[ExpertKey]] = {}  # the same, by layer
+        self._due: dict[int, list[ExpertKey]] = {}  # what has a next use, by layer
         self._failures: dict[ExpertKey, tuple[LoadKind, SpecterError]] = {}
         self._prefetched: set[ExpertKey] = set()  # resident or in flight, not demanded since
         self._stats = CacheStats()
@@ -134,10 +145,11 @@ class ExpertCache:
         """
         keys = [ExpertKey(routing.layer, expert) for expert in routing.expert_ids()]
         pinned = set(keys)
-        ready, waiting = self._demand(routing.layer, keys)
+        ready, waiting = self._demand(routing, keys)
         try:
             while ready or waiting:
-                ready = ready or self._await_any(waiting)
+                if not ready or not self._overlap:
+                    ready += self._await(waiting)
                 yield [(key.expert, weights) for key, weights in ready]
                 done = [key for key, _ in ready]
                 self._unpin(done)
@@ -148,20 +160,22 @@ class ExpertCache:
             self._unpin(pinned)
 
     def _demand(
-        self, layer: int, keys: list[ExpertKey]
+        self, routing: Routing, keys: list[ExpertKey]
     ) -> tuple[list[tuple[ExpertKey, Expert]], set[ExpertKey]]:
         """Pin all ``keys``; split them into resident and awaited; queue what nobody reads yet."""
         ready: list[tuple[ExpertKey, Expert]] = []
         waiting: set[ExpertKey] = set()
         with self._lock:
+            self._policy.observe(routing)
             wanted = set(keys)
-            for key in self._due.pop(layer, ()):
-                self._next_use.pop(key, None)
+            for key in self._due.pop(routing.layer, ()):
+                self._next_use[key] = UNKNOWN
                 load = self._loads.get(key)
                 if load is not None and not load.in_flight and key not in wanted:
                     del self._loads[key]  # was foreseen wrongly; its place in the heap is skipped
             for key in keys:
-                self._pins[key] = self._pins.get(key, 0) + 1
+                self._pins[key] += 1
+                self._evictable[key] = False
                 slot = self._resident.get(key)
                 load = self._loads.get(key)
                 if slot is not None and slot.expert is not None:
@@ -191,10 +205,14 @@ class ExpertCache:
         self._demands.append(key)
         self._work_queued.notify()
 
-    def _await_any(self, waiting: set[ExpertKey]) -> list[tuple[ExpertKey, Expert]]:
-        """Block until some of the experts are resident; an overdue one is read right here."""
+    def _await(self, waiting: set[ExpertKey]) -> list[tuple[ExpertKey, Expert]]:
+        """Block until some of the experts are resident; an overdue one is read right here.
+
+        Without overlap, until all are, if there are slots for them.
+        """
         started = time.perf_counter()
         deadline = started + self._load_timeout_seconds
+        num_awaited = 1 if self._overlap or len(waiting) > self.num_slots else len(waiting)
         try:
             with self._lock:
                 while True:
@@ -205,7 +223,7 @@ class ExpertCache:
                             arrived.append((key, slot.expert))
                         elif key in self._failures:
                             self._raise_or_retry(key)
-                    if arrived:
+                    if len(arrived) >= num_awaited:
                         return arrived
                     remaining = deadline - time.perf_counter()
                     if remaining <= 0:
@@ -239,10 +257,7 @@ class ExpertCache:
         with self._lock:
             for key in keys:
                 self._pins[key] -= 1
-                if not self._pins[key]:
-                    del self._pins[key]
-                if key in self._resident:
-                    self._resident.move_to_end(key)
+                self._evictable[key] = key in self._resident and not self._pins[key]
             if self._demands or self._prefetches:  # they may have been waiting for a slot
                 self._work_queued.notify()
 
@@ -255,7 +270,7 @@ class ExpertCache:
         layer ``deadline`` and gives way only to what is needed earlier.
         """
         with self._lock:
-            if key not in self._next_use:
+            if self._next_use[key] == UNKNOWN:
                 self._next_use[key] = deadline
                 self._due.setdefault(deadline, []).append(key)
             if key in self._resident or key in self._loads:
@@ -301,7 +316,7 @@ class ExpertCache:
             raise failures[0]
 
     def _forget_next_uses(self) -> None:
-        self._next_use.clear()
+        self._next_use.fill(UNKNOWN)
         self._due.clear()
 
     def is_resident(self, key: ExpertKey) -> bool:
@@ -381,9 +396,11 @@ class ExpertCache:
         """A free slot, by eviction if need be; None when everything resident is needed sooner."""
         if self._free:
             return self._free.pop()
-        victim = choose_victim(self._resident, self._pins, self._next_use, needed_at)
+        values = self._policy.values
+        victim = choose_victim(values, self._evictable, self._next_use, needed_at)
         if victim is None:
             return None
+        self._evictable[victim] = False
         self._prefetched.discard(victim)
         return self._resident.pop(victim)
 
@@ -406,6 +423,7 @@ class ExpertCache:
             self._stats.loaded_bytes += self._store.nbytes(load.key)
             slot.expert = found
             self._resident[load.key] = slot
+            self._evictable[load.key] = not self._pins[load.key]
             return
         self._free.append(slot)
         self._failures[load.key] = (load.kind, found)

@@ -19,9 +19,16 @@ import torch
 
 from specter_runtime import kernels
 from specter_runtime.bundle_loader import Bundle, load_bundle
-from specter_runtime.config import GenerationLimits, ModelConfig, RuntimeConfig, SamplingConfig
+from specter_runtime.config import (
+    Eviction,
+    GenerationLimits,
+    ModelConfig,
+    RuntimeConfig,
+    SamplingConfig,
+)
 from specter_runtime.draft_engine import SelfDrafter
 from specter_runtime.errors import CapacityError, SpecterError
+from specter_runtime.eviction import LeastRecentlyUsed, ReuseValues
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
 from specter_runtime.experts import Expert, ExpertKey, PackedExperts, SlotExpert, escapes_start
@@ -33,6 +40,11 @@ from specter_runtime.model import MoETransformer
 from specter_runtime.prefetcher import Prefetcher
 from specter_runtime.speculative_decoder import PROMPT_CHUNK_TOKENS, SpeculativeDecoder
 from specter_runtime.tokenizer import Tokenizer
+
+EVICTION_POLICIES: dict[Eviction, type[ReuseValues] | type[LeastRecentlyUsed]] = {
+    "reuse": ReuseValues,
+    "lru": LeastRecentlyUsed,
+}
 
 
 @dataclass(slots=True)
@@ -97,15 +109,21 @@ class Session:
         tokenizer = Tokenizer(root)
         eos_token_ids = bundle.eos_token_ids() | tokenizer.eos_token_ids
         kv_cache = KVCache(model_config, context, dtype)
+        hottest_first = [ExpertKey(*pair) for pair in plan.initial_residents]
+        policy = EVICTION_POLICIES[config.eviction](
+            model_config.num_hidden_layers, model_config.num_experts, hottest_first
+        )
         cache = ExpertCache(  # starts threads: nothing behind it may fail without closing it
             store,
             memory.num_slots,
             partial(_view, model_config, manifest.experts),
+            policy,
             config.num_io_threads,
             config.load_timeout_seconds,
+            overlap=config.overlap,
         )
         try:
-            cache.warm(ExpertKey(*pair) for pair in plan.initial_residents)
+            cache.warm(hottest_first)
         except BaseException:
             cache.close()
             raise

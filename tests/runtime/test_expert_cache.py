@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from specter_runtime.errors import BundleError, CapacityError, SpecterError
+from specter_runtime.eviction import LeastRecentlyUsed
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
 from specter_runtime.experts import Expert, ExpertKey, ExpertWeights, Routing
@@ -128,6 +129,11 @@ def store() -> Iterator[ScriptedStore]:
     store.release()
 
 
+def least_recent() -> LeastRecentlyUsed:
+    """Eviction whose victims can be told by looking."""
+    return LeastRecentlyUsed(8, 16, ())
+
+
 @pytest.fixture
 def open_cache(store: ScriptedStore) -> Iterator[OpenCache]:
     """Opens caches over ``store`` (or another one), one I/O thread unless told; closes them."""
@@ -139,8 +145,19 @@ def open_cache(store: ScriptedStore) -> Iterator[OpenCache]:
         load_timeout_seconds: float = LONG_SECONDS,
         store: ExpertStore = store,
         view: Callable[[torch.Tensor, Expert | None], ExpertWeights] = view,
+        overlap: bool = True,
     ) -> ExpertCache:
-        caches.append(ExpertCache(store, num_slots, view, num_io_threads, load_timeout_seconds))
+        caches.append(
+            ExpertCache(
+                store,
+                num_slots,
+                view,
+                least_recent(),
+                num_io_threads,
+                load_timeout_seconds,
+                overlap=overlap,
+            )
+        )
         return caches[-1]
 
     yield open_cache
@@ -161,7 +178,7 @@ def demand_of(
     cache: ExpertCache, layer: int, experts: Sequence[int]
 ) -> Generator[tuple[int, Expert], None, None]:
     """Demand experts; they come one by one, a batch's pins last until the next batch."""
-    selected = torch.tensor([list(experts)])
+    selected = torch.tensor([list(experts)], dtype=torch.int64)
     for batch in cache.experts(Routing(layer, selected, torch.ones(selected.shape))):
         yield from batch
 
@@ -249,6 +266,22 @@ def test_experts_come_as_they_arrive(open_cache: OpenCache, store: ScriptedStore
     assert next(demand)[0] == 1
     store.release(A)
     assert next(demand)[0] == 0
+
+
+def test_without_overlap_nothing_comes_before_everything_is_there(
+    open_cache: OpenCache, store: ScriptedStore, in_background: ThreadPoolExecutor
+) -> None:
+    cache = open_cache(3, num_io_threads=2, overlap=False)
+    load(cache, B)
+    store.hold(A)
+    demand = demand_of(cache, 0, [0, 1, 2])
+    first = in_background.submit(next, demand)
+    wait_until(lambda: cache.stats().loads == 2)
+    assert not first.done()
+    store.release(A)
+    assert first.result(PATIENCE_SECONDS)[0] == 1
+    assert sorted(expert for expert, _ in demand) == [0, 2]
+    assert consume(cache, 1, range(5)) != []  # more than there are slots: as they arrive
 
 
 def test_io_threads_read_at_the_same_time(open_cache: OpenCache, store: ScriptedStore) -> None:
@@ -339,7 +372,7 @@ def test_time_is_counted_only_while_something_is_waited_for_or_read(
 
 def test_cache_without_slots_is_refused(store: ScriptedStore) -> None:
     with pytest.raises(CapacityError, match="at least 1 slot, got 0"):
-        ExpertCache(store, 0, view)
+        ExpertCache(store, 0, view, least_recent())
 
 
 # ---- experts in use ------------------------------------------------------------------------------
@@ -465,7 +498,7 @@ def test_demands_are_read_before_queued_prefetches(
     store.release(A)
     assert sorted(result.result(PATIENCE_SECONDS)) == [2, 3]
     wait_until(lambda: cache.stats().loads == 4)
-    assert store.started == [A, D, C, B]
+    assert store.started == [A, C, D, B]
 
 
 def test_prefetch_says_whether_a_read_was_queued(
@@ -712,26 +745,26 @@ def test_failed_demand_is_raised_in_the_foreground_and_the_cache_goes_on(
 def test_expert_still_queued_behind_a_failed_demand_can_be_demanded_again(
     open_cache: OpenCache, store: ScriptedStore, in_background: ThreadPoolExecutor
 ) -> None:
-    """A fails, the foreground raises while C waits behind B's read: C is then read once."""
+    """A fails, the foreground raises while D waits behind B's read: D is then read once."""
     cache = open_cache(4, num_io_threads=2)
-    store.hold(A, B, D)
+    store.hold(A, B, C)
     store.fail(A, BundleError("broken"))
-    failing = in_background.submit(consume, cache, 0, [0, 1, 3, 2])
+    failing = in_background.submit(consume, cache, 0, [0, 1, 2, 3])
     wait_until(lambda: {A, B} <= set(store.started))
     store.release(A)
     with pytest.raises(BundleError, match="broken"):
         failing.result(PATIENCE_SECONDS)
-    wait_until(lambda: D in store.started)  # both threads are busy, C is queued
-    result = in_background.submit(consume, cache, 0, [2])
+    wait_until(lambda: C in store.started)  # both threads are busy, D is queued
+    result = in_background.submit(consume, cache, 0, [3])
     wait_until(lambda: cache.stats().misses == 5)
     store.release()
-    assert result.result(PATIENCE_SECONDS) == [2]
+    assert result.result(PATIENCE_SECONDS) == [3]
     others = keys(1, 0, 1)
     for key in others:  # both I/O threads are alive
         store.hold(key)
         cache.prefetch(key, deadline=1)
     wait_until(lambda: set(others) <= set(store.started))
-    assert Counter(store.started)[C] == 1
+    assert Counter(store.started)[D] == 1
 
 
 def test_prefetch_and_its_retry_that_both_fail_raise_the_second_error(
@@ -868,7 +901,7 @@ def io_threads() -> set[threading.Thread]:
 @pytest.mark.parametrize("num_io_threads", [1, 4])
 def test_close_ends_the_io_threads(store: ScriptedStore, num_io_threads: int) -> None:
     before = io_threads()
-    cache = ExpertCache(store, 2, view, num_io_threads, LONG_SECONDS)
+    cache = ExpertCache(store, 2, view, least_recent(), num_io_threads, LONG_SECONDS)
     assert len(io_threads() - before) == num_io_threads
     load(cache, A)
     cache.close()
@@ -880,7 +913,7 @@ def test_close_drops_what_is_queued_and_waits_for_reads_in_flight(
     store: ScriptedStore, in_background: ThreadPoolExecutor
 ) -> None:
     before = io_threads()
-    cache = ExpertCache(store, 4, view, 1, LONG_SECONDS)
+    cache = ExpertCache(store, 4, view, least_recent(), 1, LONG_SECONDS)
     store.hold(A)
     cache.prefetch(A, deadline=0)
     cache.prefetch(B, deadline=0)
@@ -896,7 +929,7 @@ def test_close_drops_what_is_queued_and_waits_for_reads_in_flight(
 
 def test_close_does_not_wait_for_ever_for_a_read_that_hangs(store: ScriptedStore) -> None:
     before = io_threads()
-    cache = ExpertCache(store, 2, view, 1, SHORT_SECONDS)
+    cache = ExpertCache(store, 2, view, least_recent(), 1, SHORT_SECONDS)
     store.hold(A)
     cache.prefetch(A, deadline=0)
     wait_until(lambda: A in store.started)
@@ -924,8 +957,10 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.integers(1, 4))
     def open(self, num_slots: int) -> None:
         self.store = ScriptedStore()
-        self.cache = ExpertCache(self.store, num_slots, view, 1, LONG_SECONDS)
-        self.oldest_first: list[ExpertKey] = []
+        self.cache = ExpertCache(self.store, num_slots, view, least_recent(), 1, LONG_SECONDS)
+        self.resident: set[ExpertKey] = set()
+        self.last_use = dict.fromkeys(ALL_KEYS, 0)
+        self.num_uses = 0
         self.next_use: dict[ExpertKey, int] = {}
         self.queue: list[tuple[int, int, ExpertKey]] = []
         self.unused: set[ExpertKey] = set()  # prefetched and resident, not demanded since
@@ -937,14 +972,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     def take_slot(self, needed_at: int) -> bool:
         """Make room for one more expert, by eviction if need be."""
-        if len(self.oldest_first) < self.cache.num_slots:
+        if len(self.resident) < self.cache.num_slots:
             return True
-        unknown = [key for key in self.oldest_first if key not in self.next_use]
-        later = [key for key in self.oldest_first if self.next_use.get(key, -1) > needed_at]
+        oldest_first = sorted(self.resident, key=lambda key: (self.last_use[key], key))
+        unknown = [key for key in oldest_first if key not in self.next_use]
+        later = [key for key in oldest_first if self.next_use.get(key, -1) > needed_at]
         victim = unknown[0] if unknown else max(later, key=self.next_use.get, default=None)  # type: ignore[arg-type]
         if victim is None:
             return False
-        self.oldest_first.remove(victim)
+        self.resident.remove(victim)
         self.unused.discard(victim)
         return True
 
@@ -952,16 +988,17 @@ class CacheMachine(RuleBasedStateMachine):
         """Count a demand and end the layer's protection; no prefetch is queued by then."""
         self.cancel()
         self.next_use = {key: use for key, use in self.next_use.items() if use != layer}
+        self.num_uses += 1
         for key in keys(layer, *experts):
-            self.counts["hits" if key in self.oldest_first else "misses"] += 1
+            self.last_use[key] = self.num_uses
+            self.counts["hits" if key in self.resident else "misses"] += 1
             self.counts["useful_prefetches"] += key in self.unused
             self.unused.discard(key)
 
-    def touch(self, order: list[ExpertKey]) -> None:
-        """Take over which experts are resident; ``order`` were used last, in this order."""
-        order = [key for key in self.oldest_first if key not in order] + order
-        self.oldest_first = residents(self.cache, order)
-        self.unused &= set(self.oldest_first)
+    def look(self) -> None:
+        """Take over which experts are resident."""
+        self.resident = set(residents(self.cache, ALL_KEYS))
+        self.unused &= self.resident
 
     def cancel(self) -> None:
         if self.queue:
@@ -976,14 +1013,14 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def prefetch(self, key: ExpertKey) -> None:
         self.next_use.setdefault(key, key.layer)
-        is_new = key not in self.oldest_first and key not in (queued[2] for queued in self.queue)
+        is_new = key not in self.resident and key not in (queued[2] for queued in self.queue)
         assert self.cache.prefetch(key, deadline=key.layer) == is_new
         if is_new:
             self.queue.append((key.layer, len(self.store.started) + len(self.queue), key))
         self.queue.sort()
         while self.queue and self.take_slot(self.queue[0][0]):
             loaded = self.queue.pop(0)[2]
-            self.oldest_first.append(loaded)
+            self.resident.add(loaded)
             self.unused.add(loaded)
             self.counts["prefetch_loads"] += 1
             self.counts["loads"] += 1
@@ -991,7 +1028,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def prefetch_that_fails(self, key: ExpertKey) -> None:
-        if key in self.oldest_first:
+        if key in self.resident:
             return
         self.cancel()
         self.next_use.setdefault(key, key.layer)
@@ -1007,17 +1044,15 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def demand_one(self, key: ExpertKey) -> None:
         self.demand(key.layer, [key.expert])
-        if key in self.oldest_first:
-            self.oldest_first.remove(key)
-        else:
+        if key not in self.resident:
             assert self.take_slot(-1)
             self.counts["loads"] += 1
-        self.oldest_first.append(key)
+        self.resident.add(key)
         assert consume(self.cache, key.layer, [key.expert]) == [key.expert]
 
     @rule(key=KEYS)
     def demand_that_fails(self, key: ExpertKey) -> None:
-        if key in self.oldest_first:
+        if key in self.resident:
             return
         self.demand(key.layer, [key.expert])
         assert self.take_slot(-1)
@@ -1031,17 +1066,17 @@ class CacheMachine(RuleBasedStateMachine):
         experts=st.lists(st.integers(0, EXPERTS - 1), min_size=2, unique=True),
     )
     def demand_several(self, layer: int, experts: list[int]) -> None:
-        misses = [key for key in keys(layer, *experts) if key not in self.oldest_first]
+        misses = [key for key in keys(layer, *experts) if key not in self.resident]
         self.demand(layer, experts)
         self.counts["loads"] += len(misses)
-        filled = min(self.cache.num_slots, len(self.oldest_first) + len(misses))
+        filled = min(self.cache.num_slots, len(self.resident) + len(misses))
         order = consume(self.cache, layer, experts)
         assert sorted(order) == sorted(experts)
         hits = [expert for expert in experts if ExpertKey(layer, expert) not in misses]
-        assert order[: len(hits)] == hits
-        self.touch(keys(layer, *order))
-        assert len(self.oldest_first) == filled
-        assert self.oldest_first[-1] == ExpertKey(layer, order[-1])
+        assert order[: len(hits)] == sorted(hits)
+        self.look()
+        assert len(self.resident) == filled
+        assert ExpertKey(layer, order[-1]) in self.resident
 
     @rule(chosen=st.lists(KEYS, unique=True, max_size=5))
     def warm(self, chosen: list[ExpertKey]) -> None:
@@ -1052,15 +1087,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.counts["loads"] += len(read)
         self.counts["prefetch_loads"] += len(read)
         self.unused -= set(chosen[: self.cache.num_slots])
-        self.touch(read)
-        assert set(chosen[: self.cache.num_slots]) <= set(self.oldest_first)
+        self.look()
+        assert set(chosen[: self.cache.num_slots]) <= self.resident
 
     @invariant()
     def cache_and_model_agree(self) -> None:
         if not hasattr(self, "cache"):
             return
-        assert residents(self.cache, ALL_KEYS) == sorted(self.oldest_first)
-        assert len(self.oldest_first) <= self.cache.num_slots
+        assert residents(self.cache, ALL_KEYS) == sorted(self.resident)
+        assert len(self.resident) <= self.cache.num_slots
         stats = self.cache.stats()
         for name in ("hits", "misses", "loads", "prefetch_loads"):
             assert getattr(stats, name) == self.counts[name], name

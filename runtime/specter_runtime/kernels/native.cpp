@@ -198,8 +198,8 @@ class Pool {
     std::this_thread::yield();
   }
 
-  static constexpr int kSpins = 8000;       // of a helper, before it sleeps: a fraction of a millisecond
-  static constexpr int kPatience = 20000;
+  static constexpr int kSpins = 4000;     // of a helper, before it sleeps: about a tenth of a millisecond
+  static constexpr int kPatience = 4000;
   std::mutex mutex_;
   std::vector<std::thread> helpers_;
   std::atomic<uint32_t> generation_{0}, started_{0};
