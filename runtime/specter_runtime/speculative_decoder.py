@@ -96,13 +96,15 @@ class SpeculativeDecoder:
         committed = self._kv_cache.length
         draft = self._propose(num_draft_tokens)
         self._kv_cache.truncate(committed)
-        blocks, _ = self._model.forward(
+        blocks, routings = self._model.forward(
             [self._last_token_id, *draft.token_ids],
             self._kv_cache,
             self._experts,
             rows_per_block=1,
             on_prediction=None if draft.token_ids else self._on_prediction,
         )
+        if self._prefetcher is not None:
+            self._prefetcher.learn(routings)
         self._end_window()
         acceptance = self._accept(draft, self._model.logits(blocks))
         self._kv_cache.truncate(committed + 1 + acceptance.num_accepted)

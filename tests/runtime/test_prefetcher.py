@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specter_runtime.experts import ExpertKey, Routing
+from specter_runtime.metrics import CacheStats
 from specter_runtime.prefetcher import Prefetcher
 
 EXPERT_BYTES = 1000
@@ -31,6 +32,12 @@ class RecordingCache:
         self.held.add(key)
         self.read.append(key)
         return True
+
+    def is_resident(self, key: ExpertKey) -> bool:
+        return key in self.held
+
+    def stats(self) -> CacheStats:
+        return CacheStats()
 
     def cancel_prefetches(self) -> None:
         self.num_cancels += 1

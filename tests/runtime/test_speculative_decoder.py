@@ -381,6 +381,9 @@ class RecordingPrefetcher:
     def observe(self, routings: Sequence[object]) -> None:
         self.events.append(len(routings))
 
+    def learn(self, routings: Sequence[object]) -> None:
+        self.events.append("learn")
+
     def end_window(self) -> None:
         self.events.append("end")
 
@@ -401,7 +404,7 @@ def test_the_prefetcher_hears_of_every_drafted_token_and_of_every_windows_end(
         GREEDY,
     )
     generation = decoder.generate(PROMPT, GenerationLimits(9))
-    window = [2, 2, 2, "end"]  # three drafted tokens of two layers each
+    window = [2, 2, 2, "learn", "end"]  # three drafted tokens of two layers each
     next(generation)
     assert prefetcher.events == []
     next(generation)
