@@ -1,0 +1,66 @@
+"""What ``vs_peers`` compares, as data: engines, bundles and options.
+
+Called by: vs_peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specter_runtime.config import RuntimeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to decode.
+
+    Attributes:
+        model: which of the command's paths it runs.
+        options: of ``RuntimeConfig``.
+        environment: of its process, beside what it inherits.
+        is_resident_too: whether it is also run with no cap.
+    """
+
+    name: str
+    engine: str
+    model: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_resident_too: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its tokens must be those of ``specter``."""
+        return self.engine == "specter" and "SPECTER_KERNELS" not in self.environment
+
+
+ON_DEMAND = {
+    "num_draft_tokens": 0,
+    "eviction": "lru",
+    "overlap": False,
+    "predict_next_layer": False,
+}
+AHEAD = {"overlap": True, "predict_next_layer": True}
+ARMS = (
+    Arm("specter", "specter", "packed", is_resident_too=True),
+    Arm("lru", "specter", "raw", ON_DEMAND),
+    Arm("lru+router", "specter", "raw", ON_DEMAND | AHEAD),
+    Arm("llama.cpp", "llama.cpp", "gguf", is_resident_too=True),
+    Arm("accelerate", "accelerate", "checkpoint"),
+)
+TOGGLED = not RuntimeConfig().predict_next_layer
+ABLATIONS = (
+    Arm("raw shards", "specter", "raw"),
+    Arm("plain LRU", "specter", "packed", {"eviction": "lru"}),
+    Arm("no overlap", "specter", "packed", {"overlap": False}),
+    Arm(
+        f"next layer's router {'on' if TOGGLED else 'off'}",
+        "specter",
+        "packed",
+        {"predict_next_layer": TOGGLED},
+    ),
+    Arm("torch's kernels", "specter", "packed", environment={"SPECTER_KERNELS": "torch"}),
+)
+ARMS_BY_NAME = {arm.name: arm for arm in ARMS + ABLATIONS}
