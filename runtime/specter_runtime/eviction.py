@@ -77,6 +77,12 @@ class ReuseValues:
         own = self._values[routing.layer]
         selected = routing.selected_experts.numpy()  # [T, K]
         num_tokens = len(selected)
+        if num_tokens == 1:  # what follows, for the case that must be quick
+            own *= DECAY
+            if routing.router_probs is not None:
+                own += (1 - DECAY) * PROB_WEIGHT * routing.router_probs.numpy()[0].astype(float)
+            own[selected[0]] += 1 - DECAY
+            return
         weights = (1 - DECAY) * DECAY ** np.arange(num_tokens - 1, -1, -1)  # [T]
         own *= DECAY**num_tokens
         if routing.router_probs is not None:

@@ -32,7 +32,7 @@ from specter_runtime.layers import (
     rotate,
     swiglu,
 )
-from specter_runtime.moe import merge, mix_experts, route
+from specter_runtime.moe import merge, mix_experts, select_experts
 from specter_runtime.roles import FLOAT32_ROLES, dense_shapes
 from specter_runtime.scaled import FP8_SCALE_SUFFIX, Fp8Matrix
 
@@ -62,6 +62,7 @@ class DecoderLayer:
         self.cache_layer = cache_layer
         self.tensors = tensors
         self._kernel = _attention_kernel(config, index, tensors)
+        self._gate_kernel = _gate_kernel(config, tensors)
         self._swiglus = {
             prefix: kernels.prepare(
                 ExpertWeights(*(tensors[f"{prefix}_{name}"] for name in PROJECTIONS))
@@ -85,7 +86,7 @@ class DecoderLayer:
             and kernels.serves(blocks[0].dtype, num_rows)
         ):
             cos, sin = (torch.cat(parts) for parts in zip(*angles, strict=True))
-            rows = self.attention(torch.cat(tuple(blocks)), starts[0], (cos, sin), kv_cache)
+            rows = self.attention(_join(blocks), starts[0], (cos, sin), kv_cache)
             return list(torch.split(rows, [block.shape[0] for block in blocks]))
         return [
             self.attention(block, start, block_angles, kv_cache)
@@ -99,8 +100,7 @@ class DecoderLayer:
         c, t = self.config, self.tensors
         if self._kernel is not None and kernels.serves(hidden.dtype, hidden.shape[0]):
             keys, values = kv_cache.room(self.cache_layer, start + hidden.shape[0])
-            wide = hidden.to(torch.float32)
-            return self._kernel.compute(wide, start, keys, values, *angles).to(hidden.dtype)
+            return self._kernel.compute(hidden, start, keys, values, *angles)
         normed = normalize(hidden, t, "input_layernorm", c.rms_norm_eps)
         if c.latent is None:
             attended = self._grouped_attention(normed, start, angles, kv_cache)
@@ -192,11 +192,11 @@ class DecoderLayer:
     ) -> tuple[list[torch.Tensor], Routing | None]:
         """Residual plus MLP for all blocks; the routing of all their rows, None if dense."""
         c, t = self.config, self.tensors
-        normed = _each(self.mlp_input, blocks)
         if self.index in c.dense_layers:
+            normed = _each(self.mlp_input, blocks)
             outs = _each(lambda rows: self._swiglu("dense", rows), normed)
             return [self._add(x, out) for x, out in zip(blocks, outs, strict=True)], None
-        routings = [route(rows, t, c.routing, c.num_experts_per_tok, self.index) for rows in normed]
+        normed, routings = self._route(blocks)
         outs = mix_experts(normed, routings, provider, c.swiglu_limit)
         if c.shared_intermediate_size:
             shared = _each(lambda rows: self._swiglu("shared", rows), normed)
@@ -212,9 +212,22 @@ class DecoderLayer:
 
         The residual stream changes little from layer to layer: arXiv 2312.17238, section 3.2.
         """
-        c = self.config
-        rows = self.mlp_input(torch.cat(tuple(blocks)))
-        return route(rows, self.tensors, c.routing, c.num_experts_per_tok, self.index)
+        return merge(self._route(blocks)[1])
+
+    def _route(self, blocks: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Routing]]:
+        """What the MLP is given of each block, and the routing of each block."""
+        c, t = self.config, self.tensors
+        sizes = [block.shape[0] for block in blocks]
+        if self._gate_kernel is not None and kernels.serves(blocks[0].dtype, sum(sizes)):
+            rows, all_logits = self._gate_kernel.compute(_join(blocks))
+            normed = list(torch.split(rows, sizes))
+            logits = torch.split(all_logits, sizes)
+        else:
+            normed = _each(self.mlp_input, blocks)
+            logits = tuple(linear(t, "router", rows.to(torch.float32)) for rows in normed)
+        return normed, [
+            select_experts(own, t, c.routing, c.num_experts_per_tok, self.index) for own in logits
+        ]
 
     def _swiglu(self, prefix: str, normed: torch.Tensor) -> torch.Tensor:
         expert, num_rows = self._swiglus[prefix], normed.shape[0]
@@ -230,15 +243,27 @@ class DecoderLayer:
         return residual + (out if multiplier == 1.0 else out * multiplier)
 
 
+def _gate_kernel(config: ModelConfig, tensors: LayerTensors) -> kernels.GateKernel | None:
+    """What computes norm and router for a few rows; None where there is no such kernel."""
+    dtype = tensors["o_proj"].dtype
+    if "router" not in tensors or dtype not in kernels.HIDDEN_DTYPES or kernels.library() is None:
+        return None
+    norm = tensors.wide("post_attention_layernorm")
+    assert norm is not None
+    return kernels.GateKernel(
+        tensors.matrix("router", "router_bias"),
+        norm,
+        tensors.wide("post_attention_layernorm_bias"),
+        config.rms_norm_eps,
+    )
+
+
 def _attention_kernel(
     config: ModelConfig, index: int, tensors: LayerTensors
 ) -> kernels.AttentionKernel | None:
-    """What computes ``DecoderLayer.attention`` for a few rows; None where there is no such kernel.
-
-    The cache's dtype is the compute dtype.
-    """
+    """What computes ``DecoderLayer.attention`` for a few rows; None where there is no such kernel."""
     c, dtype = config, tensors["o_proj"].dtype
-    if c.latent is not None or dtype not in kernels.CACHE_DTYPES or kernels.library() is None:
+    if c.latent is not None or dtype not in kernels.HIDDEN_DTYPES or kernels.library() is None:
         return None
     names = ("input_layernorm", "input_layernorm_bias", "q_norm", "k_norm", "sinks")
     return kernels.AttentionKernel(
@@ -340,6 +365,11 @@ class MoETransformer:
         return torch.cat(_each(lambda rows: head_logits(rows, self._common, self.config), blocks))
 
 
+def _join(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All rows of all blocks."""
+    return blocks[0] if len(blocks) == 1 else torch.cat(tuple(blocks))
+
+
 def _each(
     function: Callable[[torch.Tensor], torch.Tensor], blocks: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -350,7 +380,7 @@ def _each(
     """
     sizes = [block.shape[0] for block in blocks]
     if len(blocks) > 1 and kernels.serves(blocks[0].dtype, sum(sizes)):
-        return list(torch.split(function(torch.cat(tuple(blocks))), sizes))
+        return list(torch.split(function(_join(blocks)), sizes))
     return [function(block) for block in blocks]
 
 

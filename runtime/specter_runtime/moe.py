@@ -17,14 +17,14 @@ import torch
 from specter_runtime import kernels
 from specter_runtime.config import RoutingConfig
 from specter_runtime.experts import ExpertProvider, ExpertWeights, Routing
-from specter_runtime.layers import linear, swiglu
+from specter_runtime.layers import swiglu
 
 LEFT_OUT = -1
 """In place of the rank of an expert that the provider did not have."""
 
 
-def route(
-    hidden: torch.Tensor,  # [T, D]
+def select_experts(
+    logits: torch.Tensor,  # [T, E], float32
     tensors: Mapping[str, torch.Tensor],
     routing: RoutingConfig,
     num_experts_per_tok: int,
@@ -35,13 +35,12 @@ def route(
     Rounded to bfloat16, router logits and correction biases would tie.
 
     Args:
-        hidden: the router's input.
-        tensors: ``router`` ``[E, D]``, and ``router_bias``, ``correction_bias`` where there are.
+        logits: the router's.
+        tensors: ``correction_bias`` where there is one.
         routing: how scores become choices and weights.
         num_experts_per_tok: experts chosen for a token.
         layer: for the record.
     """
-    logits = linear(tensors, "router", hidden.to(torch.float32))  # [T, E]
     probs = logits.softmax(dim=-1)
     if routing.scoring == "sparsemixer":
         selected, weights = _sparsemixer(logits, num_experts_per_tok, routing.jitter_eps)

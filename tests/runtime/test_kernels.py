@@ -433,3 +433,19 @@ def test_the_kernels_can_be_turned_off() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == "torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 5, 32])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gate_is_the_norm_and_the_product_one_after_the_other(
+    has_bias: bool, num_rows: int, dtype: torch.dtype
+) -> None:
+    hidden, router = randn(num_rows, 50).to(dtype), randn(7, 50, seed=3)
+    norm, bias = randn(50, seed=1), randn(50, seed=2) if has_bias else None
+    router_bias = randn(7, seed=4) if has_bias else None
+    matrix = NativeMatrix.of(router, router_bias)
+    normed, logits = kernels.GateKernel(matrix, norm, bias, 1e-5).compute(hidden)
+    expected = kernels.normalize(hidden.to(torch.float32), norm, bias, 1e-5).to(dtype)
+    assert torch.equal(normed, expected)
+    assert same_bits(logits, matrix.multiply(expected.to(torch.float32)))

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from specter_runtime import kernels
 from specter_runtime.config import RoutingConfig
 from specter_runtime.experts import ExpertKey, ExpertWeights, ResidentExperts, Routing
-from specter_runtime.moe import left_out_scale, mix_experts
-from specter_runtime.moe import route as route_with
+from specter_runtime.moe import left_out_scale, mix_experts, select_experts
 from tests import oracles
 from tests.models import ShuffledExperts, same_bits
 from tests.oracles import array, gamma
@@ -30,7 +29,8 @@ def route(
 ) -> Routing:
     """The routing that most families share."""
     config = RoutingConfig(norm_topk_prob=norm_topk_prob)
-    return route_with(hidden, {"router": router}, config, top_k, layer)
+    logits = hidden.to(torch.float32) @ router.T
+    return select_experts(logits, {}, config, top_k, layer)
 
 
 def make_experts(dtype: torch.dtype = torch.float32) -> dict[ExpertKey, ExpertWeights]:
@@ -238,7 +238,7 @@ def test_what_is_left_of_a_row_is_scaled_to_the_rows_sum(
 
 def test_softmax_over_the_chosen_equals_renormalized_softmax() -> None:
     hidden, router = randn(7, HIDDEN, seed=1), randn(NUM_EXPERTS, HIDDEN, seed=2)
-    chosen = route_with(hidden, {"router": router}, RoutingConfig("softmax_topk"), TOP_K, LAYER)
+    chosen = select_experts(hidden @ router.T, {}, RoutingConfig("softmax_topk"), TOP_K, LAYER)
     renormalized = route(hidden, router, TOP_K, True, LAYER)
     assert torch.equal(chosen.selected_experts, renormalized.selected_experts)
     # Exponentials of logits shifted by the same maximum, sums over K and over E, two quotients.
@@ -252,7 +252,7 @@ def test_a_correction_bias_chooses_but_does_not_weigh() -> None:
     hidden, router = randn(7, HIDDEN, seed=1), 0.1 * randn(NUM_EXPERTS, HIDDEN, seed=2)
     config = RoutingConfig("sigmoid", correction_bias="flat")
     bias = torch.tensor([0.0, 9.0, 0.0, 0.0, 9.0, 9.0])
-    routing = route_with(hidden, {"router": router, "correction_bias": bias}, config, 3, LAYER)
+    routing = select_experts(hidden @ router.T, {"correction_bias": bias}, config, 3, LAYER)
     assert all(set(row) == {1, 4, 5} for row in routing.selected_experts.tolist())
     scores = (hidden @ router.T).sigmoid().gather(-1, routing.selected_experts)
     assert torch.equal(routing.routing_weights, scores)
@@ -263,14 +263,14 @@ def test_only_the_best_groups_are_chosen_from(group_score: str, expected: set[in
     """Groups (0, 1), (2, 3), (4, 5): the first has the best expert, the second the best two."""
     logits = torch.tensor([[3.0, -3.0, 2.0, 2.0, 1.0, 1.0]])
     config = RoutingConfig("sigmoid", n_group=3, topk_group=1, group_score=group_score)  # type: ignore[arg-type]
-    routing = route_with(torch.ones(1, 1), {"router": logits.T}, config, 2, LAYER)
+    routing = select_experts(logits, {}, config, 2, LAYER)
     assert set(routing.selected_experts[0].tolist()) == expected
 
 
 def test_routed_weights_are_scaled_last() -> None:
     hidden, router = randn(7, HIDDEN, seed=1), randn(NUM_EXPERTS, HIDDEN, seed=2)
     config = RoutingConfig(norm_topk_prob=True, routed_scaling_factor=2.5)
-    scaled = route_with(hidden, {"router": router}, config, TOP_K, LAYER)
+    scaled = select_experts(hidden @ router.T, {}, config, TOP_K, LAYER)
     plain = route(hidden, router, TOP_K, True, LAYER)
     assert torch.equal(scaled.routing_weights, plain.routing_weights * 2.5)
 
@@ -279,7 +279,7 @@ def test_sparsemixer_weighs_each_choice_against_its_near_competitors() -> None:
     """Within 2 x 0.1 of 4, relative to the larger: 4 and 3.5; of 3.5 without 4: 3.5 and 3."""
     logits = torch.tensor([[4.0, 3.5, 3.0, -4.0]])
     config = RoutingConfig("sparsemixer", jitter_eps=0.1)
-    routing = route_with(torch.ones(1, 1), {"router": logits.T}, config, 2, LAYER)
+    routing = select_experts(logits, {}, config, 2, LAYER)
     assert routing.selected_experts.tolist() == [[0, 1]]
     expected = [1 / (1 + np.exp(-0.5)), 1 / (1 + np.exp(-0.5))]
     np.testing.assert_allclose(array(routing.routing_weights)[0], expected, rtol=gamma(8))

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -29,7 +30,7 @@ from specter_runtime.packed_bf16 import ESCAPE_OUTSIDE, ESCAPES_OUT_OF_ORDER, Pa
 
 logger = logging.getLogger(__name__)
 
-ABI = 2
+ABI = 3
 MAX_ROWS = 32
 """Rows of activations up to which the kernels are the faster way."""
 
@@ -43,8 +44,8 @@ Matrix = torch.Tensor | PackedBfloat16 | PackedTensor
 _POINTER = ctypes.c_void_p
 
 
-CACHE_DTYPES = {torch.bfloat16: 0, torch.float32: 2}
-"""What the attention kernel reads and writes keys and values in."""
+HIDDEN_DTYPES = {torch.bfloat16: 0, torch.float32: 2}
+"""What attention and gate read and write hidden states, keys and values in."""
 
 
 class _Matrix(ctypes.Structure):
@@ -133,6 +134,10 @@ def _open(path: Path) -> ctypes.CDLL | None:
         _POINTER, _POINTER, ctypes.c_int32, ctypes.c_int64, _POINTER, _POINTER, _POINTER, _POINTER,
         _POINTER,
     )  # fmt: skip
+    native.specter_gate.argtypes = (
+        _POINTER, _POINTER, _POINTER, ctypes.c_float, _POINTER, ctypes.c_int32, ctypes.c_int32,
+        _POINTER, _POINTER,
+    )  # fmt: skip
     native.specter_combine.argtypes = (
         _POINTER, _POINTER, _POINTER, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, _POINTER,
     )  # fmt: skip
@@ -219,15 +224,13 @@ class NativeExpert:
     gate: NativeMatrix
     up: NativeMatrix
     down: NativeMatrix
+    addresses: tuple[int, int, int]  # of their structs
 
-    @property
-    def addresses(self) -> tuple[int, int, int]:
-        """Of the structs of gate, up and down projection."""
-        return (
-            ctypes.addressof(self.gate.struct),
-            ctypes.addressof(self.up.struct),
-            ctypes.addressof(self.down.struct),
-        )
+    @classmethod
+    def of(cls, expert: Expert, gate: NativeMatrix, up: NativeMatrix, down: NativeMatrix) -> Self:
+        """Bind an expert's matrices."""
+        addresses = (ctypes.addressof(m.struct) for m in (gate, up, down))
+        return cls(expert, gate, up, down, (next(addresses), next(addresses), next(addresses)))
 
     def locate_escapes(self, buffer: torch.Tensor, start: int) -> None:
         """Look anew where the escapes of a packed expert are, in a slot that was read into again.
@@ -271,16 +274,14 @@ def compute_experts(
     if not work:
         return
     native = _native()
-    indices = [ctypes.c_int32 * len(sources) for _, sources, _ in work]
-    kept = [
-        (make(*sources), make(*targets))
-        for make, (_, sources, targets) in zip(indices, work, strict=True)
-    ]
-    structs = (_ExpertRows * len(work))()
-    for struct, (expert, _, sources), (source, target) in zip(structs, work, kept, strict=True):
+    flat = [index for _, sources, targets in work for index in (*sources, *targets)]
+    indices = (ctypes.c_int32 * len(flat))(*flat)
+    structs, at = (_ExpertRows * len(work))(), ctypes.addressof(indices)
+    for struct, (expert, sources, _) in zip(structs, work, strict=True):
         struct.gate, struct.up, struct.down = expert.addresses
-        struct.source, struct.target = ctypes.addressof(source), ctypes.addressof(target)
         struct.num_rows = len(sources)
+        struct.source, struct.target = at, at + 4 * len(sources)
+        at += 8 * len(sources)
     native.specter_experts(
         structs, len(work), rows.data_ptr(), swiglu_limit or 0.0, outputs.data_ptr()
     )
@@ -300,7 +301,7 @@ def prepare(expert: Expert) -> Expert:
     else:
         return expert
     matrices = (expert.gate_proj, expert.up_proj, expert.down_proj)
-    return NativeExpert(expert, *map(NativeMatrix.of, matrices, biases))
+    return NativeExpert.of(expert, *map(NativeMatrix.of, matrices, biases))
 
 
 def combine(outputs: torch.Tensor, weights: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
@@ -368,9 +369,12 @@ class AttentionKernel:
         cos: torch.Tensor,  # [T, 1, pairs]
         sin: torch.Tensor,  # [T, 1, pairs]
     ) -> torch.Tensor:
-        """``hidden`` plus attention, in float32 ``[T, D]``; writes ``keys`` and ``values``."""
+        """``hidden`` plus attention, ``[T, D]``; writes ``keys`` and ``values``.
+
+        All are of one dtype of ``HIDDEN_DTYPES``.
+        """
         native = _native()
-        self._struct.cache_kind = CACHE_DTYPES[keys.dtype]
+        self._struct.cache_kind = HIDDEN_DTYPES[keys.dtype]
         hidden = hidden.contiguous()
         out = torch.empty_like(hidden)
         native.specter_attention(
@@ -385,3 +389,39 @@ class AttentionKernel:
             out.data_ptr(),
         )
         return out
+
+
+class GateKernel:
+    """One layer's router and the norm before it."""
+
+    def __init__(
+        self, router: NativeMatrix, norm: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> None:
+        """Point at a layer's weights; the norm's in float32."""
+        self._kept = (router, norm, bias)
+        self._fixed = (
+            ctypes.addressof(router.struct),
+            norm.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            eps,
+        )
+        self._num_experts = router.struct.rows
+
+    def compute(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of ``hidden`` ``[T, D]``, in its dtype, and its float32 logits ``[T, E]``.
+
+        The dtype is one of ``HIDDEN_DTYPES``.
+        """
+        native = _native()
+        hidden = hidden.contiguous()
+        normed = torch.empty_like(hidden)
+        logits = torch.empty(hidden.shape[0], self._num_experts)
+        native.specter_gate(
+            *self._fixed,
+            hidden.data_ptr(),
+            HIDDEN_DTYPES[hidden.dtype],
+            hidden.shape[0],
+            normed.data_ptr(),
+            logits.data_ptr(),
+        )
+        return normed, logits

@@ -674,8 +674,8 @@ void store_row(const float* row, int width, int kind, void* cache, int64_t at) {
   for (int c = 0; c < width; ++c) to[c] = round_to_bf16(row[c]);
 }
 
-// One head of the cache at one position, as float32.
-inline const float* load_head(const void* cache, int kind, int64_t at, int width, float* scratch) {
+// `width` numbers of the cache, or of hidden states, from `at` on, as float32.
+inline const float* load_row(const void* cache, int kind, int64_t at, int width, float* scratch) {
   if (kind == kFloat32) return static_cast<const float*>(cache) + at;
   const uint16_t* from = static_cast<const uint16_t*>(cache) + at;
   for (int c = 0; c < width; ++c) scratch[c] = from_bits(uint32_t(from[c]) << 16);
@@ -691,7 +691,7 @@ inline __attribute__((always_inline)) void attend_group_body(const Attention& a,
   std::vector<float> scores(size_t(per_group) * num_seen), scratch(width);
   for (int64_t s = 0; s < num_seen; ++s) {
     const float* key =
-        load_head(keys, a.cache_kind, ((first + s) * a.num_kv_heads + group) * width, width,
+        load_row(keys, a.cache_kind, ((first + s) * a.num_kv_heads + group) * width, width,
                   scratch.data());
     for (int h = 0; h < per_group; ++h) {
       const float* query = queries + (group * per_group + h) * width;
@@ -720,7 +720,7 @@ inline __attribute__((always_inline)) void attend_group_body(const Attention& a,
   }
   for (int64_t s = 0; s < num_seen; ++s) {
     const float* value =
-        load_head(values, a.cache_kind, ((first + s) * a.num_kv_heads + group) * width, width,
+        load_row(values, a.cache_kind, ((first + s) * a.num_kv_heads + group) * width, width,
                   scratch.data());
     for (int h = 0; h < per_group; ++h) {
       const float share = scores[h * num_seen + s];
@@ -754,7 +754,7 @@ void attend_group(const Attention& a, const float* queries, int group, int64_t l
 
 extern "C" {
 
-int specter_abi() { return 2; }
+int specter_abi() { return 3; }
 
 const char* specter_isa() { return use_avx2() ? "avx2" : "generic"; }
 
@@ -866,13 +866,15 @@ void specter_normalize(const float* x, const float* weight, const float* bias, f
 // Residual plus attention for rows at the positions start .. start + num_rows - 1, each of which sees
 // itself and all before it. Keys and values of the rows are stored in the layer's cache, [S, kv heads,
 // head_dim] each, of which the first `start` positions are filled. cos and sin are [num_rows, pairs].
-void specter_attention(const Attention* a, const float* hidden, int32_t num_rows, int64_t start,
-                       void* keys, void* values, const float* cos, const float* sin, float* out) {
+// hidden and out are of the kind that the cache is.
+void specter_attention(const Attention* a, const void* hidden, int32_t num_rows, int64_t start,
+                       void* keys, void* values, const float* cos, const float* sin, void* out) {
   const int width = a->q->columns, query_width = a->q->rows, kv_width = a->k->rows;
   Padded normed(num_rows, width), attended(num_rows, query_width);
+  std::vector<float> residual(width), products_out(size_t(num_rows) * width);
   for (int r = 0; r < num_rows; ++r)
-    normalize(hidden + int64_t(r) * width, a->norm, a->norm_bias, a->eps, width,
-              &normed.data[r * normed.stride]);
+    normalize(load_row(hidden, a->cache_kind, int64_t(r) * width, width, residual.data()), a->norm,
+              a->norm_bias, a->eps, width, &normed.data[r * normed.stride]);
   std::vector<float> q(size_t(num_rows) * query_width), k(size_t(num_rows) * kv_width), v(k.size());
   const Matrix* matrices[3] = {a->q, a->k, a->v};
   float* products[3] = {q.data(), k.data(), v.data()};
@@ -905,12 +907,38 @@ void specter_attention(const Attention* a, const float* hidden, int32_t num_rows
   });
   Pool::get().run(tasks_of(*a->o), [&](int task) {
     each_row(*a->o, task, [&](int n, float* scratch) {
-      row_products(*a->o, n, attended.data.data(), attended.stride, num_rows, scratch, out + n,
-                   a->o->rows);
+      row_products(*a->o, n, attended.data.data(), attended.stride, num_rows, scratch,
+                   products_out.data() + n, a->o->rows);
     });
   });
-  for (int64_t i = 0; i < int64_t(num_rows) * width; ++i)
-    out[i] = hidden[i] + out[i] * a->residual_multiplier;
+  for (int r = 0; r < num_rows; ++r) {
+    float* row = &products_out[int64_t(r) * width];
+    const float* before = load_row(hidden, a->cache_kind, int64_t(r) * width, width, residual.data());
+    for (int c = 0; c < width; ++c) row[c] = before[c] + row[c] * a->residual_multiplier;
+    store_row(row, width, a->cache_kind, out, r);
+  }
+}
+
+// What a router makes of rows of hidden states: normed is norm(hidden), rounded to `kind` as hidden
+// is, and logits [num_rows, router->rows] are those of the rounded rows.
+void specter_gate(const Matrix* router, const float* norm, const float* norm_bias, float eps,
+                  const void* hidden, int32_t kind, int32_t num_rows, void* normed, float* logits) {
+  const int width = router->columns;
+  Padded rows(num_rows, width);
+  std::vector<float> buffer(width);
+  for (int r = 0; r < num_rows; ++r) {
+    normalize(load_row(hidden, kind, int64_t(r) * width, width, buffer.data()), norm, norm_bias, eps,
+              width, buffer.data());
+    store_row(buffer.data(), width, kind, normed, r);
+    const float* rounded = load_row(normed, kind, int64_t(r) * width, width, buffer.data());
+    std::memcpy(&rows.data[r * rows.stride], rounded, sizeof(float) * width);
+  }
+  Pool::get().run(tasks_of(*router), [&](int task) {
+    each_row(*router, task, [&](int n, float* scratch) {
+      row_products(*router, n, rows.data.data(), rows.stride, num_rows, scratch, logits + n,
+                   router->rows);
+    });
+  });
 }
 
 // The matrix as float32 [rows, columns].
