@@ -261,7 +261,7 @@ def _gate_kernel(config: ModelConfig, tensors: LayerTensors) -> kernels.GateKern
 def _attention_kernel(
     config: ModelConfig, index: int, tensors: LayerTensors
 ) -> kernels.AttentionKernel | None:
-    """What computes ``DecoderLayer.attention`` for a few rows; None where there is no such kernel."""
+    """What computes ``DecoderLayer.attention`` for a few rows; None without such a kernel."""
     c, dtype = config, tensors["o_proj"].dtype
     if c.latent is not None or dtype not in kernels.HIDDEN_DTYPES or kernels.library() is None:
         return None
