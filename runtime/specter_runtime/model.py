@@ -219,21 +219,29 @@ class DecoderLayer:
         c, t = self.config, self.tensors
         sizes = [block.shape[0] for block in blocks]
         if self._gate_kernel is not None and kernels.serves(blocks[0].dtype, sum(sizes)):
-            rows, all_logits = self._gate_kernel.compute(_join(blocks))
-            normed = list(torch.split(rows, sizes))
-            logits = torch.split(all_logits, sizes)
-        else:
-            normed = _each(self.mlp_input, blocks)
-            logits = tuple(linear(t, "router", rows.to(torch.float32)) for rows in normed)
-        return normed, [
-            select_experts(own, t, c.routing, c.num_experts_per_tok, self.index) for own in logits
+            found = self._gate_kernel.compute(_join(blocks))
+            if len(sizes) == 1:
+                return [found[0]], [Routing(self.index, *found[1:])]
+            normed, *parts = (torch.split(part, sizes) for part in found)
+            return list(normed), [Routing(self.index, *own) for own in zip(*parts, strict=True)]
+        inputs = _each(self.mlp_input, blocks)
+        return inputs, [
+            select_experts(
+                linear(t, "router", rows.to(torch.float32)),
+                t,
+                c.routing,
+                c.num_experts_per_tok,
+                self.index,
+            )
+            for rows in inputs
         ]
 
     def _swiglu(self, prefix: str, normed: torch.Tensor) -> torch.Tensor:
         expert, num_rows = self._swiglus[prefix], normed.shape[0]
         if isinstance(expert, kernels.NativeExpert) and kernels.serves(normed.dtype, num_rows):
-            every, out = range(num_rows), torch.empty(normed.shape)
-            kernels.compute_experts([(expert, every, every)], normed.to(torch.float32), out, None)
+            readable = normed if normed.dtype in kernels.HIDDEN_DTYPES else normed.to(torch.float32)
+            alone, out = torch.zeros(num_rows, 1, dtype=torch.int64), torch.empty(normed.shape)
+            kernels.compute_experts([(0, expert)], readable.contiguous(), alone, out, None)
             return out.to(normed.dtype)
         gate, up, down = (self.tensors[f"{prefix}_{name}"] for name in PROJECTIONS)
         return swiglu(normed, gate, up, down)
@@ -245,8 +253,10 @@ class DecoderLayer:
 
 def _gate_kernel(config: ModelConfig, tensors: LayerTensors) -> kernels.GateKernel | None:
     """What computes norm and router for a few rows; None where there is no such kernel."""
-    dtype = tensors["o_proj"].dtype
+    dtype, routing = tensors["o_proj"].dtype, config.routing
     if "router" not in tensors or dtype not in kernels.HIDDEN_DTYPES or kernels.library() is None:
+        return None
+    if routing.scoring not in kernels.GATE_SCORINGS:
         return None
     norm = tensors.wide("post_attention_layernorm")
     assert norm is not None
@@ -254,7 +264,10 @@ def _gate_kernel(config: ModelConfig, tensors: LayerTensors) -> kernels.GateKern
         tensors.matrix("router", "router_bias"),
         norm,
         tensors.wide("post_attention_layernorm_bias"),
+        tensors.wide("correction_bias"),
         config.rms_norm_eps,
+        routing,
+        config.num_experts_per_tok,
     )
 
 

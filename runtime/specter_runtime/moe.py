@@ -10,7 +10,6 @@ Called by: model.  Next: experts.ExpertProvider.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -20,7 +19,7 @@ from specter_runtime.experts import ExpertProvider, ExpertWeights, Routing
 from specter_runtime.layers import swiglu
 
 LEFT_OUT = -1
-"""In place of the rank of an expert that the provider did not have."""
+"""In place of an expert that the provider did not have."""
 
 
 def select_experts(
@@ -124,75 +123,75 @@ def mix_experts(
     their sum stays what it was.
     """
     routing = merge(routings)
-    selected, weights = routing.selected_experts, routing.routing_weights  # [T, K]
-    num_ranks = selected.shape[1]
+    selected, dtype = routing.selected_experts, blocks[0].dtype
     rows = blocks[0] if len(blocks) == 1 else torch.cat(tuple(blocks))
-    ranks: list[int] = []  # of each row, in ascending order of its experts
-    places: dict[int, list[int]] = {}  # expert -> where in `ranks`
-    for experts in selected.tolist():
-        for rank in sorted(range(num_ranks), key=experts.__getitem__):
-            places.setdefault(experts[rank], []).append(len(ranks))
-            ranks.append(rank)
-    outputs = torch.empty(len(ranks), rows.shape[1])  # float32, one a choice
-    wide = rows.to(torch.float32)
     sizes = [block.shape[0] for block in blocks]
-    bounds = [0, *accumulate(sizes)]
-    left_out = set(places)
+    outputs = torch.empty(*selected.shape, rows.shape[1])  # float32, one a choice
+    # Who computes must not depend on the blocks beside a row: of its own come so many at most.
+    most = max(sizes)
+    counts = None if most <= kernels.MAX_ROWS else selected.flatten().bincount().tolist()
+    readable = rows if dtype in kernels.HIDDEN_DTYPES else rows.to(torch.float32)
+    served: list[int] = []
     for batch in provider.experts(routing):
-        native: list[tuple[kernels.NativeExpert, list[int], list[int]]] = []
+        native: list[tuple[int, kernels.NativeExpert]] = []
         for expert, stored in batch:
-            left_out.discard(expert)
-            targets = places[expert]
-            sources = [target // num_ranks for target in targets]
-            # Who computes must not depend on the blocks beside a row: of its own come so many.
-            num_together = min(len(sources), max(sizes))
-            form = kernels.prepare(stored) if kernels.serves(rows.dtype, num_together) else stored
+            served.append(expert)
+            num_together = most if counts is None else counts[expert]
+            form = kernels.prepare(stored) if kernels.serves(dtype, num_together) else stored
             if isinstance(form, kernels.NativeExpert):
-                native.append((form, sources, targets))
-                continue
-            full = stored.to(rows.dtype)
-            for start, stop in pairwise(bounds):  # as many rows a call as the block has
-                inside = [i for i, row in enumerate(sources) if start <= row < stop]
-                if inside:
-                    chosen = rows[[sources[i] for i in inside]]
-                    outputs[[targets[i] for i in inside]] = _compute(full, chosen, swiglu_limit)
-        kernels.compute_experts(native, wide, outputs, swiglu_limit)
-    for expert in left_out:
-        for place in places[expert]:
-            ranks[place] = LEFT_OUT
-    sums = combine(outputs, weights, ranks)
-    if left_out:
-        sums = sums * left_out_scale(routing, places.keys() - left_out)
-    return list(torch.split(sums.to(rows.dtype), sizes))
+                native.append((expert, form))
+            else:
+                _compute(stored.to(dtype), selected == expert, rows, sizes, outputs, swiglu_limit)
+        kernels.compute_experts(native, readable, selected, outputs, swiglu_limit)
+    if len(served) < len(routing.expert_ids()):
+        is_served = torch.isin(selected, torch.tensor(served, dtype=torch.int64))
+        present = selected.masked_fill(~is_served, LEFT_OUT)
+        sums = combine(outputs, routing.routing_weights, present, torch.float32)
+        mixed = (sums * left_out_scale(routing, served)).to(dtype)
+    else:
+        mixed = combine(outputs, routing.routing_weights, selected, dtype)
+    return [mixed] if len(sizes) == 1 else list(torch.split(mixed, sizes))
 
 
-def _compute(expert: ExpertWeights, rows: torch.Tensor, swiglu_limit: float | None) -> torch.Tensor:
-    """An expert's output in float32, by torch's operators."""
+def _compute(
+    expert: ExpertWeights,
+    is_chosen: torch.Tensor,  # [T, K]
+    rows: torch.Tensor,  # [T, D]
+    sizes: Sequence[int],
+    outputs: torch.Tensor,  # [T, K, D]
+    swiglu_limit: float | None,
+) -> None:
+    """An expert's outputs, by torch's operators: as many rows a call as the block has."""
     matrices = (expert.gate_proj, expert.up_proj, expert.down_proj)
-    return swiglu(rows, *matrices, expert.biases, swiglu_limit).to(torch.float32)
+    blocks = zip(*(torch.split(t, list(sizes)) for t in (is_chosen, rows, outputs)), strict=True)
+    for chosen, own_rows, own_outputs in blocks:
+        sources, ranks = chosen.nonzero(as_tuple=True)
+        if len(sources):
+            found = swiglu(own_rows[sources], *matrices, expert.biases, swiglu_limit)
+            own_outputs[sources, ranks] = found.to(torch.float32)
 
 
 def combine(
-    outputs: torch.Tensor,  # [T * K, D]
+    outputs: torch.Tensor,  # [T, K, D]
     weights: torch.Tensor,  # [T, K]
-    ranks: Sequence[int],  # [T * K]
+    selected: torch.Tensor,  # [T, K]
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Each row's weighted outputs, added up in the order in which they stand: ``[T, D]``.
+    """Each row's weighted outputs, added up in ascending order of their experts: ``[T, D]``.
 
-    ``ranks`` says which of its row's weights belongs to an output, or that it is left out.
+    Those whose expert is ``LEFT_OUT`` are skipped. Added in float32, rounded to ``dtype``.
     """
-    if kernels.library() is not None:
-        return kernels.combine(outputs, weights.contiguous(), ranks)
-    num_rows, num_ranks = weights.shape
-    order = torch.tensor(ranks).view(num_rows, num_ranks)
-    shares = weights.gather(-1, order.clamp(min=0)).masked_fill(order == LEFT_OUT, 0.0)
-    present = outputs.view(num_rows, num_ranks, -1).masked_fill(
-        (order == LEFT_OUT).unsqueeze(-1), 0.0
-    )
-    total = torch.zeros(num_rows, outputs.shape[1])
-    for k in range(num_ranks):
+    if kernels.library() is not None and dtype in kernels.HIDDEN_DTYPES:
+        return kernels.combine(outputs, weights.contiguous(), selected.contiguous(), dtype)
+    order = selected.argsort(dim=-1)  # [T, K]
+    is_left_out = selected.gather(-1, order) == LEFT_OUT
+    shares = weights.gather(-1, order).masked_fill(is_left_out, 0.0)
+    present = outputs.gather(1, order.unsqueeze(-1).expand_as(outputs))
+    present = present.masked_fill(is_left_out.unsqueeze(-1), 0.0)
+    total = torch.zeros(outputs.shape[0], outputs.shape[2])
+    for k in range(order.shape[1]):
         total += shares[:, k : k + 1] * present[:, k]
-    return total
+    return total.to(dtype)
 
 
 def left_out_scale(routing: Routing, served: Collection[int]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from specter_runtime.kernels import MAX_ROWS, NativeExpert, NativeMatrix
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.layers import RotaryEmbedding
 from specter_runtime.model import DecoderLayer, bind
-from specter_runtime.moe import LEFT_OUT, combine
+from specter_runtime.moe import LEFT_OUT, combine, select_experts
 from specter_runtime.packed import PackedTensor, dequantize
 from specter_runtime.packed_bf16 import PackedBfloat16, pack_bfloat16
 from specter_runtime.roles import dense_shapes
@@ -198,10 +198,10 @@ def make_expert(width: int, inner: int, scale: float = 0.2) -> ExpertWeights:
 def compute(expert: Any, rows: torch.Tensor, limit: float | None = None) -> torch.Tensor:
     prepared = kernels.prepare(expert)
     assert isinstance(prepared, NativeExpert)
-    out = torch.full((len(rows), rows.shape[1]), float("nan"))
-    every = range(len(rows))
-    kernels.compute_experts([(prepared, every, every)], rows, out, limit)
-    return out
+    out = torch.full((len(rows), 1, rows.shape[1]), float("nan"))
+    selected = torch.full((len(rows), 1), 7)
+    kernels.compute_experts([(7, prepared)], rows, selected, out, limit)
+    return out[:, 0]
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -252,32 +252,24 @@ def test_the_clamped_form_is_that_of_gpt_oss() -> None:
     assert np.all(np.abs(found - expected) <= sizes + gamma(2) * np.abs(expected))
 
 
-def test_experts_computed_together_come_out_as_each_by_itself() -> None:
-    rows = randn(6, 64, seed=9)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_computed_together_come_out_as_each_by_itself(dtype: torch.dtype) -> None:
+    """And go where they were chosen; what other experts were chosen for stays as it is."""
+    rows = randn(6, 64, seed=9).to(dtype)
     experts = [make_expert(64, inner) for inner in (96, 40, 33)]
     forms = [experts[0], pack_expert(experts[1]), experts[2].to(torch.float32)]
-    sources = [[0, 3, 5], [1], [5, 4, 2, 0]]
-    out, work, start = torch.full((8, 64), float("nan")), [], 0
-    for form, own in zip(forms, sources, strict=True):
-        prepared = kernels.prepare(form)
-        assert isinstance(prepared, NativeExpert)
-        work.append((prepared, own, range(start, start + len(own))))
-        start += len(own)
-    kernels.compute_experts(work, rows, out, None)
-    alone = [compute(expert, rows)[own] for expert, own in zip(experts, sources, strict=True)]
-    assert same_bits(out, torch.cat(alone))
-
-
-def test_results_go_where_they_are_asked_for() -> None:
-    expert, rows = make_expert(32, 64), randn(5, 32, seed=9)
-    prepared = kernels.prepare(expert)
-    assert isinstance(prepared, NativeExpert)
-    out = torch.zeros(9, 32)
-    kernels.compute_experts([(prepared, [4, 0, 2], [1, 8, 3])], rows, out, None)
-    alone = compute(expert, rows)
-    for source, target in ((4, 1), (0, 8), (2, 3)):
-        assert same_bits(out[target], alone[source])
-    assert not out[[0, 2, 4, 5, 6, 7]].any()
+    selected = torch.tensor([[5, 2], [1, 9], [9, 5], [2, 5], [5, 1], [9, 3]])
+    prepared = [kernels.prepare(form) for form in forms]
+    out = torch.full((6, 2, 64), 3.25)
+    work = [(e, p) for e, p in zip((5, 2, 9), prepared, strict=True) if isinstance(p, NativeExpert)]
+    kernels.compute_experts(work, rows, selected, out, None)
+    alone = {e: compute(expert, rows) for e, expert in zip((5, 2, 9), experts, strict=True)}
+    for row, chosen in enumerate(selected.tolist()):
+        for rank, expert in enumerate(chosen):
+            if expert in alone:
+                assert same_bits(out[row, rank], alone[expert][row])
+            else:
+                assert (out[row, rank] == 3.25).all()
 
 
 def test_packed_experts_give_the_bits_of_raw_ones() -> None:
@@ -295,15 +287,18 @@ def test_packed_experts_are_unpacked_to_the_bit(dtype: torch.dtype) -> None:
         assert found.tensors()[role].dtype == dtype
 
 
-def test_outputs_are_combined_in_the_order_in_which_they_stand(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_are_combined_in_the_order_of_their_experts(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outputs, weights = randn(12, 40), randn(4, 3, seed=1).abs()
-    ranks = [2, 0, 1, 0, 1, 2, LEFT_OUT, 0, 1, LEFT_OUT, LEFT_OUT, LEFT_OUT]
-    outputs[9:] = float("nan")  # nobody wrote what is left out
-    found = combine(outputs, weights, ranks)
+    outputs, weights = randn(4, 3, 40), randn(4, 3, seed=1).abs()
+    selected = torch.tensor([[5, 0, 3], [1, 2, 3], [LEFT_OUT, 9, 4], [LEFT_OUT] * 3])
+    outputs[2, 0], outputs[3] = float("nan"), float("nan")  # nobody wrote what is left out
+    found = combine(outputs, weights, selected, dtype)
+    total = weights[0, 1] * outputs[0, 1] + weights[0, 2] * outputs[0, 2]
+    assert same_bits(found[0], (total + weights[0, 0] * outputs[0, 0]).to(dtype))
     monkeypatch.setattr(kernels, "library", lambda: None)
-    assert same_bits(found, combine(outputs, weights, ranks))
+    assert same_bits(found, combine(outputs, weights, selected, dtype))
     assert not found[3].any()
 
 
@@ -435,17 +430,51 @@ def test_the_kernels_can_be_turned_off() -> None:
     assert found.stdout.strip() == "torch"
 
 
+GATES: dict[str, RoutingConfig] = {
+    "softmax": RoutingConfig(),
+    "renormalized": RoutingConfig(norm_topk_prob=True),
+    "scaled": RoutingConfig(norm_topk_prob=True, norm_min=1e-9, routed_scaling_factor=2.5),
+    "sigmoid": RoutingConfig("sigmoid", norm_topk_prob=True),
+    "softmax of the chosen": RoutingConfig("softmax_topk"),
+    "best groups": RoutingConfig("sigmoid", n_group=4, topk_group=2),
+    "best groups by their best": RoutingConfig(n_group=4, topk_group=3, group_score="max"),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 5, 32])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_gate_is_the_norm_and_the_product_one_after_the_other(
-    has_bias: bool, num_rows: int, dtype: torch.dtype
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("gate", GATES)
+def test_gate_is_norm_product_and_choice_one_after_the_other(
+    gate: str, has_biases: bool, dtype: torch.dtype
 ) -> None:
-    hidden, router = randn(num_rows, 50).to(dtype), randn(7, 50, seed=3)
-    norm, bias = randn(50, seed=1), randn(50, seed=2) if has_bias else None
-    router_bias = randn(7, seed=4) if has_bias else None
-    matrix = NativeMatrix.of(router, router_bias)
-    normed, logits = kernels.GateKernel(matrix, norm, bias, 1e-5).compute(hidden)
+    hidden, router = randn(32, 50).to(dtype), randn(12, 50, seed=3, scale=0.15)
+    norm, bias = randn(50, seed=1), randn(50, seed=2) if has_biases else None
+    router_bias, correction = ((randn(12, seed=seed) if has_biases else None) for seed in (4, 5))
+    matrix, routing = NativeMatrix.of(router, router_bias), GATES[gate]
+    kernel = kernels.GateKernel(matrix, norm, bias, correction, 1e-5, routing, 3)
+    normed, selected, weights, probs = kernel.compute(hidden)
     expected = kernels.normalize(hidden.to(torch.float32), norm, bias, 1e-5).to(dtype)
     assert torch.equal(normed, expected)
-    assert same_bits(logits, matrix.multiply(expected.to(torch.float32)))
+    tensors = {} if correction is None else {"correction_bias": correction}
+    logits = matrix.multiply(expected.to(torch.float32))
+    exact = select_experts(logits.double(), tensors, routing, 3, 0)
+    assert torch.equal(selected, exact.selected_experts)
+    # exp is within 2 units in the last place of its rounded argument: logits below 40 in size turn
+    # half a unit of theirs into at most 40 units of exp. Sums, quotients and products: 8 more. All
+    # weights are positive sums of such terms, so relative errors do not grow.
+    bound = 100 * 2.0**-24
+    assert exact.router_probs is not None
+    for found, true in ((probs, exact.router_probs), (weights, exact.routing_weights)):
+        assert ((found - true).abs() <= bound * true).all()
+    for row in range(32):
+        alone = kernel.compute(hidden[row : row + 1])
+        for part, own in zip(alone, (normed, selected, weights, probs), strict=True):
+            assert torch.equal(part[0], own[row])
+
+
+def test_gate_chooses_distinct_experts_whatever_the_logits() -> None:
+    matrix = NativeMatrix.of(torch.full((6, 4), float("nan")))
+    kernel = kernels.GateKernel(matrix, torch.ones(4), None, None, 1e-5, RoutingConfig(), 3)
+    _, selected, _, _ = kernel.compute(torch.ones(1, 4))
+    assert len(set(selected[0].tolist())) == 3
+    assert ((selected >= 0) & (selected < 6)).all()

@@ -24,13 +24,14 @@ from typing import Self
 
 import torch
 
+from specter_runtime.config import RoutingConfig, Scoring
 from specter_runtime.experts import Expert, ExpertWeights, PackedExpert, PackedWeights
 from specter_runtime.packed import PackedTensor
 from specter_runtime.packed_bf16 import ESCAPE_OUTSIDE, ESCAPES_OUT_OF_ORDER, PackedBfloat16
 
 logger = logging.getLogger(__name__)
 
-ABI = 3
+ABI = 4
 MAX_ROWS = 32
 """Rows of activations up to which the kernels are the faster way."""
 
@@ -45,7 +46,10 @@ _POINTER = ctypes.c_void_p
 
 
 HIDDEN_DTYPES = {torch.bfloat16: 0, torch.float32: 2}
-"""What attention and gate read and write hidden states, keys and values in."""
+"""What the kernels read and write hidden states, keys and values in."""
+
+GATE_SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "softmax_topk")
+"""What the gate kernel makes of logits."""
 
 
 class _Matrix(ctypes.Structure):
@@ -64,12 +68,24 @@ class _Matrix(ctypes.Structure):
     )
 
 
-class _ExpertRows(ctypes.Structure):
-    """``struct ExpertRows`` of native.cpp."""
+class _Expert(ctypes.Structure):
+    """``struct Expert`` of native.cpp."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("gate", "up", "down", "source", "target")),
-        ("num_rows", ctypes.c_int64),
+        *((name, _POINTER) for name in ("gate", "up", "down")),
+        ("id", ctypes.c_int64),
+    )
+
+
+class _Gate(ctypes.Structure):
+    """``struct Gate`` of native.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("router", "norm", "norm_bias", "correction_bias")),
+        *((name, ctypes.c_float) for name in ("eps", "norm_min", "scaling_factor")),
+        *((name, ctypes.c_int32) for name in ("scoring", "num_chosen", "norm_topk_prob")),
+        *((name, ctypes.c_int32) for name in ("n_group", "topk_group", "group_is_max")),
+        ("unused", ctypes.c_int32),
     )
 
 
@@ -123,7 +139,8 @@ def _open(path: Path) -> ctypes.CDLL | None:
         _POINTER, _POINTER, ctypes.c_int64, ctypes.c_int32, _POINTER,
     )  # fmt: skip
     native.specter_experts.argtypes = (
-        _POINTER, ctypes.c_int32, _POINTER, ctypes.c_float, _POINTER,
+        _POINTER, ctypes.c_int32, _POINTER, ctypes.c_int32, _POINTER, ctypes.c_int32,
+        ctypes.c_int32, ctypes.c_float, _POINTER,
     )  # fmt: skip
     native.specter_locate_escapes.argtypes = (_POINTER, ctypes.c_int32, _POINTER, ctypes.c_int64)
     native.specter_widen.argtypes = (_POINTER, _POINTER)
@@ -135,11 +152,11 @@ def _open(path: Path) -> ctypes.CDLL | None:
         _POINTER,
     )  # fmt: skip
     native.specter_gate.argtypes = (
-        _POINTER, _POINTER, _POINTER, ctypes.c_float, _POINTER, ctypes.c_int32, ctypes.c_int32,
-        _POINTER, _POINTER,
+        _POINTER, _POINTER, ctypes.c_int32, ctypes.c_int32, _POINTER, _POINTER, _POINTER, _POINTER,
     )  # fmt: skip
     native.specter_combine.argtypes = (
-        _POINTER, _POINTER, _POINTER, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, _POINTER,
+        _POINTER, _POINTER, _POINTER, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32,
+        ctypes.c_int32, _POINTER,
     )  # fmt: skip
     return native
 
@@ -258,32 +275,38 @@ class NativeExpert:
 
 
 def compute_experts(
-    work: Sequence[tuple[NativeExpert, Sequence[int], Sequence[int]]],
-    rows: torch.Tensor,
-    outputs: torch.Tensor,
+    experts: Sequence[tuple[int, NativeExpert]],
+    rows: torch.Tensor,  # [T, D]
+    selected: torch.Tensor,  # [T, K]
+    outputs: torch.Tensor,  # [T, K, D]
     swiglu_limit: float | None,
 ) -> None:
-    """``outputs[targets] = down(silu(gate x) * up x)`` for ``x = rows[sources]``, in float32.
+    """``outputs[t, k] = down(silu(gate x) * up x)`` of the expert ``selected[t, k]``, x = rows[t].
+
+    Outputs of other experts than these are left as they are. All tensors are contiguous.
 
     Args:
-        work: experts with their sources and targets.
-        rows: float32 ``[T, D]``, contiguous.
-        outputs: float32 ``[.., D]``, contiguous.
+        experts: by id.
+        rows: of a dtype of ``HIDDEN_DTYPES``.
+        selected: int64.
+        outputs: float32.
         swiglu_limit: set for gpt-oss's clamped form.
     """
-    if not work:
+    if not experts:
         return
-    native = _native()
-    flat = [index for _, sources, targets in work for index in (*sources, *targets)]
-    indices = (ctypes.c_int32 * len(flat))(*flat)
-    structs, at = (_ExpertRows * len(work))(), ctypes.addressof(indices)
-    for struct, (expert, sources, _) in zip(structs, work, strict=True):
+    structs = (_Expert * len(experts))()
+    for struct, (index, expert) in zip(structs, experts, strict=True):
         struct.gate, struct.up, struct.down = expert.addresses
-        struct.num_rows = len(sources)
-        struct.source, struct.target = at, at + 4 * len(sources)
-        at += 8 * len(sources)
-    native.specter_experts(
-        structs, len(work), rows.data_ptr(), swiglu_limit or 0.0, outputs.data_ptr()
+        struct.id = index
+    _native().specter_experts(
+        structs,
+        len(experts),
+        rows.data_ptr(),
+        HIDDEN_DTYPES[rows.dtype],
+        selected.data_ptr(),
+        *selected.shape,
+        swiglu_limit or 0.0,
+        outputs.data_ptr(),
     )
 
 
@@ -304,18 +327,23 @@ def prepare(expert: Expert) -> Expert:
     return NativeExpert.of(expert, *map(NativeMatrix.of, matrices, biases))
 
 
-def combine(outputs: torch.Tensor, weights: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
-    """See ``moe.combine``; both tensors float32 and contiguous."""
-    native = _native()
-    num_rows, num_ranks = weights.shape
-    out = torch.empty(num_rows, outputs.shape[1])
-    native.specter_combine(
+def combine(
+    outputs: torch.Tensor,  # [T, K, D]
+    weights: torch.Tensor,  # [T, K]
+    selected: torch.Tensor,  # [T, K]
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``moe.combine``; all tensors contiguous, ``dtype`` one of ``HIDDEN_DTYPES``."""
+    num_rows, num_ranks, width = outputs.shape
+    out = torch.empty(num_rows, width, dtype=dtype)
+    _native().specter_combine(
         outputs.data_ptr(),
         weights.data_ptr(),
-        (ctypes.c_int32 * len(ranks))(*ranks),
+        selected.data_ptr(),
         num_rows,
         num_ranks,
-        outputs.shape[1],
+        width,
+        HIDDEN_DTYPES[dtype],
         out.data_ptr(),
     )
     return out
@@ -392,36 +420,62 @@ class AttentionKernel:
 
 
 class GateKernel:
-    """One layer's router and the norm before it."""
+    """One layer's router, the norm before it, and the choice of experts behind it."""
 
     def __init__(
-        self, router: NativeMatrix, norm: torch.Tensor, bias: torch.Tensor | None, eps: float
+        self,
+        router: NativeMatrix,
+        norm: torch.Tensor,
+        norm_bias: torch.Tensor | None,
+        correction_bias: torch.Tensor | None,
+        eps: float,
+        routing: RoutingConfig,
+        num_experts_per_tok: int,
     ) -> None:
-        """Point at a layer's weights; the norm's in float32."""
-        self._kept = (router, norm, bias)
-        self._fixed = (
-            ctypes.addressof(router.struct),
-            norm.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            eps,
-        )
-        self._num_experts = router.struct.rows
+        """Point at a layer's weights; all but the router are in float32.
 
-    def compute(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of ``hidden`` ``[T, D]``, in its dtype, and its float32 logits ``[T, E]``.
-
-        The dtype is one of ``HIDDEN_DTYPES``.
+        ``routing.scoring`` is one of ``GATE_SCORINGS``.
         """
-        native = _native()
+        self._kept = (router, norm, norm_bias, correction_bias)
+        self._num_experts = router.struct.rows
+        self._num_chosen = num_experts_per_tok
+        self._struct = _Gate(
+            ctypes.addressof(router.struct),
+            *(None if vector is None else vector.data_ptr() for vector in self._kept[1:]),
+            eps=eps,
+            norm_min=routing.norm_min,
+            scaling_factor=routing.routed_scaling_factor,
+            scoring=GATE_SCORINGS.index(routing.scoring),
+            num_chosen=num_experts_per_tok,
+            norm_topk_prob=routing.norm_topk_prob,
+            n_group=routing.n_group,
+            topk_group=routing.topk_group,
+            group_is_max=routing.group_score == "max",
+        )
+
+    def compute(
+        self, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For ``hidden`` ``[T, D]``, of a dtype of ``HIDDEN_DTYPES``.
+
+        Returns:
+            Its norm, in its dtype; then, as in ``Routing``, the chosen experts, their weights
+            and the probabilities of all.
+        """
         hidden = hidden.contiguous()
+        num_rows = hidden.shape[0]
         normed = torch.empty_like(hidden)
-        logits = torch.empty(hidden.shape[0], self._num_experts)
-        native.specter_gate(
-            *self._fixed,
+        probs = torch.empty(num_rows, self._num_experts)
+        selected = torch.empty(num_rows, self._num_chosen, dtype=torch.int64)
+        weights = torch.empty(num_rows, self._num_chosen)
+        _native().specter_gate(
+            ctypes.byref(self._struct),
             hidden.data_ptr(),
             HIDDEN_DTYPES[hidden.dtype],
-            hidden.shape[0],
+            num_rows,
             normed.data_ptr(),
-            logits.data_ptr(),
+            probs.data_ptr(),
+            selected.data_ptr(),
+            weights.data_ptr(),
         )
-        return normed, logits
+        return normed, selected, weights, probs

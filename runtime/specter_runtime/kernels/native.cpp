@@ -12,6 +12,7 @@
 // columns, 48 bytes each: 32 bytes of sign and fraction, then 16 bytes with two 4-bit codes each, which
 // index a table of exponents. Code 15 is an escape: the exponent stands in a list by row.
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -60,11 +61,20 @@ struct Matrix {
   int32_t unused;
 };
 
-// An expert and the rows that it is to compute: out[to[r]] = expert(x[from[r]]).
-struct ExpertRows {
+// An expert of a layer.
+struct Expert {
   const Matrix *gate, *up, *down;
-  const int32_t *from, *to;
-  int64_t num_rows;
+  int64_t id;
+};
+
+// A router, the norm before it, and how its logits become choices (RoutingConfig in config.py).
+struct Gate {
+  const Matrix* router;
+  const float *norm, *norm_bias;  // as in Attention
+  const float* correction_bias;   // [E], or null
+  float eps, norm_min, scaling_factor;
+  int32_t scoring;                // 0: softmax, 1: sigmoid, 2: softmax over the chosen
+  int32_t num_chosen, norm_topk_prob, n_group, topk_group, group_is_max, unused;
 };
 
 // The attention half of a decoder layer; a null pointer is an option that the model does not have.
@@ -616,6 +626,71 @@ float clamped_swiglu(float gate, float up, float limit) {
   return gate / (1.0f + exp_fast(-1.702f * gate)) * (up + 1.0f);
 }
 
+// ---- routing --------------------------------------------------------------------------------------
+
+void softmax(const float* logits, int count, float* out) {
+  float top = logits[0];
+  for (int i = 1; i < count; ++i) top = std::fmax(top, logits[i]);
+  double total = 0.0;
+  for (int i = 0; i < count; ++i) total += out[i] = exp_fast(logits[i] - top);
+  for (int i = 0; i < count; ++i) out[i] = float(out[i] / total);
+}
+
+// The places of the `num_chosen` largest values, largest first, of equals the first. Those of NaN are
+// as good as the least: there are always so many places.
+void largest(const float* values, int count, int num_chosen, int64_t* out) {
+  std::vector<bool> taken(count);
+  for (int k = 0; k < num_chosen; ++k) {
+    int best = -1;
+    for (int i = 0; i < count; ++i)
+      if (!taken[i] && (best < 0 || values[i] > values[best])) best = i;
+    taken[best] = true;
+    out[k] = best;
+  }
+}
+
+// Rules out the experts of all but the best groups. Sources: arXiv 2405.04434, section 2.2.2 (a group
+// counts as its best expert), arXiv 2412.19437, section 2.1.2 (as its best two).
+void keep_best_groups(const Gate& gate, float* choice, int num_experts) {
+  if (gate.topk_group >= gate.n_group) return;
+  const int size = num_experts / gate.n_group, num_best = gate.group_is_max || size == 1 ? 1 : 2;
+  std::vector<float> scores(gate.n_group);
+  std::vector<int64_t> best(num_best), kept(gate.topk_group);
+  for (int g = 0; g < gate.n_group; ++g) {
+    largest(choice + g * size, size, num_best, best.data());
+    for (int64_t i : best) scores[g] += choice[g * size + i];
+  }
+  largest(scores.data(), gate.n_group, gate.topk_group, kept.data());
+  for (int g = 0; g < gate.n_group; ++g)
+    if (std::find(kept.begin(), kept.end(), g) == kept.end())
+      std::fill(choice + g * size, choice + (g + 1) * size, -INFINITY);
+}
+
+// One row; see select_experts in moe.py.
+void select_experts(const Gate& gate, const float* logits, float* probs, int64_t* selected,
+                    float* weights) {
+  const int num_experts = gate.router->rows, num_chosen = gate.num_chosen;
+  softmax(logits, num_experts, probs);
+  std::vector<float> scores(probs, probs + num_experts);
+  if (gate.scoring == 1)
+    for (int i = 0; i < num_experts; ++i) scores[i] = 1.0f / (1.0f + exp_fast(-logits[i]));
+  if (gate.scoring == 2) scores.assign(logits, logits + num_experts);
+  std::vector<float> choice = scores;
+  if (gate.correction_bias && gate.scoring != 2)
+    for (int i = 0; i < num_experts; ++i) choice[i] += gate.correction_bias[i];
+  if (gate.scoring != 2) keep_best_groups(gate, choice.data(), num_experts);
+  largest(choice.data(), num_experts, num_chosen, selected);
+  for (int k = 0; k < num_chosen; ++k) weights[k] = scores[selected[k]];
+  if (gate.scoring == 2) softmax(weights, num_chosen, weights);
+  if (gate.norm_topk_prob) {
+    float sum = 0.0f;
+    for (int k = 0; k < num_chosen; ++k) sum += weights[k];
+    sum = std::fmax(sum, gate.norm_min);
+    for (int k = 0; k < num_chosen; ++k) weights[k] /= sum;
+  }
+  for (int k = 0; k < num_chosen; ++k) weights[k] *= gate.scaling_factor;
+}
+
 // ---- attention --------------------------------------------------------------------------------------
 
 void normalize(const float* x, const float* weight, const float* bias, float eps, int width,
@@ -754,7 +829,7 @@ void attend_group(const Attention& a, const float* queries, int group, int64_t l
 
 extern "C" {
 
-int specter_abi() { return 3; }
+int specter_abi() { return 4; }
 
 const char* specter_isa() { return use_avx2() ? "avx2" : "generic"; }
 
@@ -774,34 +849,42 @@ void specter_matmul(const Matrix* m, const float* x, int64_t x_stride, int32_t n
   });
 }
 
-// Experts, down(silu(gate x) * (up x)) each, for some rows of x; see ExpertRows. limit > 0 is
-// gpt-oss's clamped form.
-void specter_experts(const ExpertRows* experts, int32_t num_experts, const float* x, float limit,
+// Experts, down(silu(gate x) * (up x)) each: out[t, k] = that of the expert selected[t, k], if it is
+// among them, for the row t of x, which is of `kind`. limit > 0 is gpt-oss's clamped form.
+void specter_experts(const Expert* experts, int32_t num_experts, const void* x, int32_t kind,
+                     const int64_t* selected, int32_t num_rows, int32_t num_ranks, float limit,
                      float* out) {
   std::vector<Padded> inputs, inners;
+  std::vector<std::vector<int64_t>> places(num_experts);  // t * num_ranks + k
   std::vector<int> first_inner(1, 0), first_outer(1, 0);  // tasks of an expert, before it
+  inputs.reserve(num_experts);
+  inners.reserve(num_experts);
   for (int i = 0; i < num_experts; ++i) {
-    const ExpertRows& e = experts[i];
-    const int num_rows = int(e.num_rows);
-    inputs.emplace_back(num_rows, e.gate->columns);
-    inners.emplace_back(num_rows, e.down->columns);
-    for (int r = 0; r < num_rows; ++r)
-      std::memcpy(&inputs[i].data[r * inputs[i].stride], x + int64_t(e.from[r]) * e.gate->columns,
-                  sizeof(float) * e.gate->columns);
+    const Expert& e = experts[i];
+    for (int64_t place = 0; place < int64_t(num_rows) * num_ranks; ++place)
+      if (selected[place] == e.id) places[i].push_back(place);
+    const int num_own = int(places[i].size()), width = e.gate->columns;
+    Padded& input = inputs.emplace_back(num_own, width);
+    inners.emplace_back(num_own, e.down->columns);
+    for (int r = 0; r < num_own; ++r) {
+      float* to = &input.data[r * input.stride];
+      const float* from = load_row(x, kind, places[i][r] / num_ranks * width, width, to);
+      if (from != to) std::memcpy(to, from, sizeof(float) * width);
+    }
     first_inner.push_back(first_inner[i] + tasks_of(*e.gate));
     first_outer.push_back(first_outer[i] + tasks_of(*e.down));
   }
   Pool::get().run(first_inner[num_experts], [&](int task) {
     int i = 0;
     while (task >= first_inner[i + 1]) ++i;
-    const ExpertRows& e = experts[i];
-    const int num_rows = int(e.num_rows);
+    const Expert& e = experts[i];
+    const int num_own = int(places[i].size());
     Padded &input = inputs[i], &inner = inners[i];
-    std::vector<float> g(num_rows), u(num_rows);
+    std::vector<float> g(num_own), u(num_own);
     each_row(*e.gate, task - first_inner[i], [&](int n, float* scratch) {
-      row_products(*e.gate, n, input.data.data(), input.stride, num_rows, scratch, g.data(), 1);
-      row_products(*e.up, n, input.data.data(), input.stride, num_rows, scratch, u.data(), 1);
-      for (int r = 0; r < num_rows; ++r)
+      row_products(*e.gate, n, input.data.data(), input.stride, num_own, scratch, g.data(), 1);
+      row_products(*e.up, n, input.data.data(), input.stride, num_own, scratch, u.data(), 1);
+      for (int r = 0; r < num_own; ++r)
         inner.data[r * inner.stride + n] =
             limit > 0 ? clamped_swiglu(g[r], u[r], limit) : silu(g[r]) * u[r];
     });
@@ -809,27 +892,35 @@ void specter_experts(const ExpertRows* experts, int32_t num_experts, const float
   Pool::get().run(first_outer[num_experts], [&](int task) {
     int i = 0;
     while (task >= first_outer[i + 1]) ++i;
-    const ExpertRows& e = experts[i];
-    std::vector<float> sums(e.num_rows);
-    each_row(*e.down, task - first_outer[i], [&](int n, float* scratch) {
-      row_products(*e.down, n, inners[i].data.data(), inners[i].stride, int(e.num_rows), scratch,
-                   sums.data(), 1);
-      for (int r = 0; r < e.num_rows; ++r) out[int64_t(e.to[r]) * e.down->rows + n] = sums[r];
+    const Matrix& down = *experts[i].down;
+    const int num_own = int(places[i].size());
+    std::vector<float> sums(num_own);
+    each_row(down, task - first_outer[i], [&](int n, float* scratch) {
+      row_products(down, n, inners[i].data.data(), inners[i].stride, num_own, scratch, sums.data(),
+                   1);
+      for (int r = 0; r < num_own; ++r) out[places[i][r] * down.rows + n] = sums[r];
     });
   });
 }
 
-// out[t] = sum over k of weights[t, ranks[t, k]] * outputs[t, k], in that order; a negative rank is
-// left out.
-void specter_combine(const float* outputs, const float* weights, const int32_t* ranks,
-                     int32_t num_rows, int32_t num_ranks, int32_t width, float* out) {
-  for (int t = 0; t < num_rows; ++t, out += width) {
-    std::memset(out, 0, sizeof(float) * width);
-    for (int k = 0; k < num_ranks; ++k, ++ranks, outputs += width) {
-      if (*ranks < 0) continue;
-      const float weight = weights[int64_t(t) * num_ranks + *ranks];
-      for (int c = 0; c < width; ++c) out[c] += weight * outputs[c];
+// out[t] = sum over k of weights[t, k] * outputs[t, k], in ascending order of selected[t, k], of which
+// those below 0 are left out; rounded to `kind`.
+void specter_combine(const float* outputs, const float* weights, const int64_t* selected,
+                     int32_t num_rows, int32_t num_ranks, int32_t width, int32_t kind, void* out) {
+  std::vector<float> sum(width);
+  std::vector<int> order(num_ranks);
+  for (int t = 0; t < num_rows; ++t) {
+    const int64_t first = int64_t(t) * num_ranks;
+    for (int k = 0; k < num_ranks; ++k) order[k] = k;
+    std::sort(order.begin(), order.end(),
+              [&](int a, int b) { return selected[first + a] < selected[first + b]; });
+    std::fill(sum.begin(), sum.end(), 0.0f);
+    for (int k : order) {
+      if (selected[first + k] < 0) continue;
+      const float weight = weights[first + k], *from = outputs + (first + k) * width;
+      for (int c = 0; c < width; ++c) sum[c] += weight * from[c];
     }
+    store_row(sum.data(), width, kind, out, t);
   }
 }
 
@@ -920,25 +1011,32 @@ void specter_attention(const Attention* a, const void* hidden, int32_t num_rows,
 }
 
 // What a router makes of rows of hidden states: normed is norm(hidden), rounded to `kind` as hidden
-// is, and logits [num_rows, router->rows] are those of the rounded rows.
-void specter_gate(const Matrix* router, const float* norm, const float* norm_bias, float eps,
-                  const void* hidden, int32_t kind, int32_t num_rows, void* normed, float* logits) {
-  const int width = router->columns;
+// is; of the rounded rows are probs [num_rows, E], the softmax of the logits, selected and weights
+// [num_rows, num_chosen], the best first.
+void specter_gate(const Gate* gate, const void* hidden, int32_t kind, int32_t num_rows, void* normed,
+                  float* probs, int64_t* selected, float* weights) {
+  const Matrix& router = *gate->router;
+  const int width = router.columns;
   Padded rows(num_rows, width);
   std::vector<float> buffer(width);
   for (int r = 0; r < num_rows; ++r) {
-    normalize(load_row(hidden, kind, int64_t(r) * width, width, buffer.data()), norm, norm_bias, eps,
-              width, buffer.data());
-    store_row(buffer.data(), width, kind, normed, r);
-    const float* rounded = load_row(normed, kind, int64_t(r) * width, width, buffer.data());
-    std::memcpy(&rows.data[r * rows.stride], rounded, sizeof(float) * width);
+    const float* row = load_row(hidden, kind, int64_t(r) * width, width, buffer.data());
+    float* to = &rows.data[r * rows.stride];
+    normalize(row, gate->norm, gate->norm_bias, gate->eps, width, to);
+    store_row(to, width, kind, normed, r);
+    const float* rounded = load_row(normed, kind, int64_t(r) * width, width, to);
+    if (rounded != to) std::memcpy(to, rounded, sizeof(float) * width);
   }
-  Pool::get().run(tasks_of(*router), [&](int task) {
-    each_row(*router, task, [&](int n, float* scratch) {
-      row_products(*router, n, rows.data.data(), rows.stride, num_rows, scratch, logits + n,
-                   router->rows);
+  std::vector<float> logits(size_t(num_rows) * router.rows);
+  Pool::get().run(tasks_of(router), [&](int task) {
+    each_row(router, task, [&](int n, float* scratch) {
+      row_products(router, n, rows.data.data(), rows.stride, num_rows, scratch, logits.data() + n,
+                   router.rows);
     });
   });
+  for (int r = 0; r < num_rows; ++r)
+    select_experts(*gate, &logits[size_t(r) * router.rows], probs + int64_t(r) * router.rows,
+                   selected + int64_t(r) * gate->num_chosen, weights + int64_t(r) * gate->num_chosen);
 }
 
 // The matrix as float32 [rows, columns].
