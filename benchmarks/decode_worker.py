@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-MARGIN_BYTES = 96 << 20  # allocator slack and what torch takes for its first operators
+MARGIN_BYTES = 64 << 20  # allocator slack and what torch takes for its first operators
+GROUPS = Path("/sys/fs/cgroup/memory")
 ROOMY = 1 << 62
 MAX_CONTEXT_TOKENS = 512
 
@@ -47,7 +48,7 @@ def specter(job: Job) -> Iterator[tuple[Decode, Measured]]:
 
     budget = ROOMY
     if job["cap_bytes"] is not None:
-        budget = job["cap_bytes"] - resident_bytes() - MARGIN_BYTES
+        budget = job["cap_bytes"] - group_bytes() - MARGIN_BYTES
     config = RuntimeConfig(budget, max_context_tokens=MAX_CONTEXT_TOKENS, **job["options"])
     with Session.open(Path(job["model"]), config) as session:
 
@@ -157,9 +158,11 @@ def measured(
     }
 
 
-def resident_bytes() -> int:
-    """Bytes of this process that a memory group counts, shared libraries included."""
-    return proc_field("/proc/self/status", "VmRSS") * 1024
+def group_bytes() -> int:
+    """What counts in this process's memory group, shared libraries included if it read them."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    [path] = [path for _, controllers, path in lines if "memory" in controllers.split(",")]
+    return int((GROUPS / path.lstrip("/") / "memory.usage_in_bytes").read_text())
 
 
 def storage_bytes() -> int:

@@ -209,7 +209,7 @@ def read_tensors(path: Path, header: Header) -> dict[str, torch.Tensor]:
 
 
 def read_tensor(path: Path, entry: TensorEntry) -> torch.Tensor:
-    """Read one tensor; see ``read_tensors``."""
+    """Read one tensor; see ``read_tensors``. The page cache does not keep a second copy of it."""
     data = torch.empty(entry.nbytes, dtype=torch.uint8)
     view = memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs lack Buffer on 3.11
     with path.open("rb", buffering=0) as file:
@@ -220,6 +220,8 @@ def read_tensor(path: Path, entry: TensorEntry) -> torch.Tensor:
             if not count:
                 raise EOFError(f"{path}: ended {len(view) - done} bytes early")
             done += count
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), entry.start, entry.nbytes, os.POSIX_FADV_DONTNEED)
     return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
