@@ -2,13 +2,14 @@
 
 The target's ``ExpertProvider``. An expert is *resident* (in a slot, ready), *in flight* (being read
 into a slot), *queued*, or on disk. A demand (``experts``) yields residents first and then the
-others as they arrive; the prefetcher asks ahead (``prefetch``). Demands go before prefetches,
-prefetches by deadline: the layer at which verification will need them.
+others as they arrive; the prefetcher asks ahead (``prefetch``); the draft takes what is there
+(``residents``). Demands go before prefetches, prefetches by deadline: the layer at which
+verification will need them.
 
 The cache needs one slot to make progress: what has been consumed is unpinned at once and gives way.
 It never decides *what* to evict (``eviction.choose_victim``) nor *how* to read (``expert_store``).
 
-Called by: moe (as provider), prefetcher, session.  Next: eviction, expert_store.
+Called by: moe (as provider), draft_engine, prefetcher, session.  Next: eviction, expert_store.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ class _Load:
 class ExpertCache:
     """Fixed expert slots over a store.
 
-    Threads: ``experts``, ``prefetch``, ``cancel_prefetches`` and ``warm`` are for one foreground
-    thread; the I/O threads run ``_serve``. All state is guarded by ``_lock``; buffers are
-    written only by the thread whose load holds the slot, and read only while the key is pinned.
-    An I/O thread never raises: a failed load is kept and raised by the next demand of its key.
+    Threads: ``experts``, ``residents``, ``prefetch``, ``cancel_prefetches`` and ``warm`` are for
+    one foreground thread; the I/O threads run ``_serve``. All state is guarded by ``_lock``;
+    buffers are written only by the thread whose load holds the slot, and read only while the key is
+    pinned. An I/O thread never raises: a failed load is kept and raised by the next demand of its
+    key.
     """
 
     def __init__(
@@ -261,6 +263,39 @@ class ExpertCache:
             if self._demands or self._prefetches:  # they may have been waiting for a slot
                 self._work_queued.notify()
 
+    # ---- the foreground: what is there ------------------------------------------------------
+
+    def residents(self, routing: Routing) -> Iterator[Batch]:
+        """Yield those of the experts that are resident now, in one batch, as ``experts`` would.
+
+        They stay until the iterator advances. This is no demand: nothing is read, counted or
+        learnt of what the routers want, so a draft may be wrong without a cost.
+        """
+        keys = [ExpertKey(routing.layer, expert) for expert in routing.expert_ids()]
+        found: list[tuple[ExpertKey, Expert]] = []
+        with self._lock:
+            for key in keys:
+                slot = self._resident.get(key)
+                if slot is not None and slot.expert is not None:
+                    self._pins[key] += 1
+                    self._evictable[key] = False
+                    found.append((key, slot.expert))
+        try:
+            yield [(key.expert, weights) for key, weights in found]
+        finally:
+            self._unpin(key for key, _ in found)
+
+    def num_absent(self, routings: Iterable[Routing]) -> int:
+        """How many of the experts are neither resident nor on their way."""
+        keys = [ExpertKey(r.layer, expert) for r in routings for expert in r.expert_ids()]
+        with self._lock:
+            return sum(key not in self._resident and key not in self._loads for key in keys)
+
+    def is_resident(self, key: ExpertKey) -> bool:
+        """Whether the expert could be used at once."""
+        with self._lock:
+            return key in self._resident
+
     # ---- the foreground: looking ahead ------------------------------------------------------
 
     def prefetch(self, key: ExpertKey, deadline: int) -> bool:
@@ -318,11 +353,6 @@ class ExpertCache:
     def _forget_next_uses(self) -> None:
         self._next_use.fill(UNKNOWN)
         self._due.clear()
-
-    def is_resident(self, key: ExpertKey) -> bool:
-        """Whether the expert could be used at once."""
-        with self._lock:
-            return key in self._resident
 
     def stats(self) -> CacheStats:
         """A snapshot of the counters."""

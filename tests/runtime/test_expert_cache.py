@@ -27,7 +27,7 @@ from specter_runtime.errors import BundleError, CapacityError, SpecterError
 from specter_runtime.eviction import LeastRecentlyUsed
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
-from specter_runtime.experts import Expert, ExpertKey, ExpertWeights, Routing
+from specter_runtime.experts import Batch, Expert, ExpertKey, ExpertWeights, Routing
 from specter_runtime.shards import ALIGNMENT, align_up, write_tensors
 
 pytestmark = [
@@ -255,6 +255,74 @@ def test_residents_come_before_anything_is_waited_for(
     assert [next(demand)[0], next(demand)[0]] == [1, 3]
     store.release()
     assert sorted(expert for expert, _ in demand) == [0, 2]
+
+
+def resident_batch(cache: ExpertCache, layer: int, experts: Sequence[int]) -> Iterator[Batch]:
+    selected = torch.tensor([list(experts)], dtype=torch.int64)
+    return cache.residents(Routing(layer, selected, torch.ones(selected.shape)))
+
+
+def test_residents_are_handed_out_without_a_demand(
+    open_cache: OpenCache, store: ScriptedStore
+) -> None:
+    """Nothing is read or counted, and what was used last stays what was used last."""
+    cache = open_cache(3)
+    load(cache, A, B, C)
+    before = cache.stats()
+    [batch] = resident_batch(cache, 0, [3, 2, 0, 5])
+    assert [expert for expert, _ in batch] == [0, 2]
+    for expert, weights in batch:
+        check_weights(weights, ExpertKey(0, expert))
+    assert list(resident_batch(cache, 1, [0, 1])) == [[]]
+    assert cache.stats() == before
+    assert store.started == [A, B, C]
+    load(cache, D)
+    assert residents(cache, [A, B, C, D]) == [B, C, D]  # A was used first, whoever looked at it
+
+
+def test_residents_stay_while_they_are_in_use_and_give_way_afterwards(
+    open_cache: OpenCache, store: ScriptedStore
+) -> None:
+    cache = open_cache(2)
+    load(cache, A, B)
+    batches = resident_batch(cache, 0, [0, 1])
+    batch = next(batches)
+    cache.prefetch(C, deadline=0)
+    cache.prefetch(D, deadline=0)
+    time.sleep(SHORT_SECONDS)  # long enough for a read, were there a slot
+    assert store.started == [A, B]
+    for expert, weights in batch:
+        check_weights(weights, ExpertKey(0, expert))
+    assert next(batches, None) is None
+    wait_until(lambda: residents(cache, [A, B, C, D]) == [C, D])
+
+
+def test_a_draft_that_breaks_off_keeps_no_expert(open_cache: OpenCache) -> None:
+    cache = open_cache(1)
+    load(cache, A)
+    batches = resident_batch(cache, 0, [0])
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    load(cache, B)
+    assert residents(cache, [A, B]) == [B]
+
+
+def test_absent_is_what_is_neither_there_nor_on_its_way(
+    open_cache: OpenCache, store: ScriptedStore
+) -> None:
+    cache = open_cache(3)
+    load(cache, A)
+    store.hold(B)
+    cache.prefetch(B, deadline=0)
+    wait_until(lambda: B in store.started)  # in flight
+    cache.prefetch(C, deadline=0)  # queued
+    routings = [
+        Routing(layer, torch.tensor([experts]), torch.ones(1, len(experts)))
+        for layer, experts in ((0, [0, 1, 2, 3]), (1, [0, 1]))
+    ]
+    assert cache.num_absent(routings) == 3  # D, and both of layer 1
+    assert cache.num_absent(routings[:1]) == 1
+    assert cache.num_absent([]) == 0
 
 
 def test_experts_come_as_they_arrive(open_cache: OpenCache, store: ScriptedStore) -> None:
