@@ -20,6 +20,9 @@ from specter_runtime.packed import packed_nbytes
 from specter_runtime.roles import FLOAT32_ROLES, dense_shapes
 from specter_runtime.units import format_bytes
 
+MAX_DRAFT_TOKENS = 64
+"""More are never drafted."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
@@ -38,6 +41,31 @@ class MemoryUse:
         """All of it; at most the budget."""
         fixed = self.dense_bytes + self.draft_bytes + self.kv_cache_bytes + self.buffer_bytes
         return fixed + self.num_slots * self.slot_bytes
+
+
+def max_draft_tokens(
+    num_slots: int, num_layers: int, num_experts: int, num_experts_per_tok: int
+) -> int:
+    """Draft tokens K such that the experts of a window of K + 1 tokens fit the slots.
+
+    A window whose experts outgrow the slots evicts what it is about to use. If a token uses expert
+    e of a layer with probability q(e), n independent ones use it with 1 - (1 - q(e))^n. That is
+    concave in q(e), and the q(e) of a layer sum to k = ``num_experts_per_tok``, so the expected
+    union of a layer is the largest where all are k/E: it is at most E (1 - (1 - k/E)^n). Tokens
+    that follow each other have more in common than independent ones.
+
+    Returns:
+        The largest K with ``num_layers`` E (1 - (1 - k/E)^(K + 1)) at most ``num_slots``, at least
+        0. With a slot for every expert any K will do: ``MAX_DRAFT_TOKENS``.
+    """
+    share_left = 1 - num_experts_per_tok / num_experts  # of a layer's experts, by one token
+    num_draft_tokens = 0
+    while num_draft_tokens < MAX_DRAFT_TOKENS:
+        union = num_layers * num_experts * (1 - share_left ** (num_draft_tokens + 2))
+        if union > num_slots:
+            break
+        num_draft_tokens += 1
+    return num_draft_tokens
 
 
 def divide_budget(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,12 @@ from specter_runtime.errors import CapacityError
 from specter_runtime.experts import ExpertKey, ScaledExpert
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.memory import (
+    MAX_DRAFT_TOKENS,
     MemoryUse,
     dense_nbytes,
     divide_budget,
     draft_nbytes,
+    max_draft_tokens,
 )
 from specter_runtime.model import MoETransformer
 from specter_runtime.sampling import probabilities
@@ -326,3 +331,52 @@ def test_a_window_fits_the_buffers(roomy: OpenModel, sampling: SamplingConfig | 
 
     peak, reserved = peak_allocated_bytes(window), reserved_bytes(roomy, WINDOW - 1)
     assert peak <= reserved
+
+
+# ---- draft tokens within the slots ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_experts_of_independent_tokens_are_as_many_as_the_bound_takes_them_for(
+    num_tokens: int,
+) -> None:
+    """All ways in which tokens can choose 2 of 4 experts, counted; skewed choices have fewer."""
+    num_layers, num_experts, top_k = 3, 4, 2
+    choices = list(itertools.combinations(range(num_experts), top_k))
+    union, skewed, total = Fraction(0), Fraction(0), Fraction(0)
+    for tokens in itertools.product(range(len(choices)), repeat=num_tokens):
+        size = len({expert for i in tokens for expert in choices[i]})
+        weight = math.prod(Fraction(i + 1, 21) for i in tokens)  # 21 = 1 + ... + 6
+        union += Fraction(num_layers * size, len(choices) ** num_tokens)
+        skewed += weight * num_layers * size
+        total += weight
+    assert total == 1
+    assert skewed < union or num_tokens == 1
+    for num_slots in range(num_layers * num_experts):
+        allowed = max_draft_tokens(num_slots, num_layers, num_experts, top_k)
+        fits = union <= num_slots
+        assert (allowed >= num_tokens - 1) == fits or num_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "expected"),
+    [
+        (0, 0),
+        (32, 0),  # 8 layers of 32 experts, top-4: one token's experts
+        (59, 0),  # two tokens' are 60
+        (60, 1),
+        (84, 1),  # 84.5
+        (85, 2),
+        (124, 3),  # 124.7 of five tokens
+        (125, 4),
+        (255, 40),  # 256 (1 - (7/8)^41) = 254.9
+        (256, MAX_DRAFT_TOKENS),
+    ],
+)
+def test_draft_tokens_that_the_slots_allow(num_slots: int, expected: int) -> None:
+    assert max_draft_tokens(num_slots, 8, 32, 4) == expected
+
+
+def test_where_every_token_uses_every_expert_all_must_fit() -> None:
+    assert max_draft_tokens(15, 4, 4, 4) == 0
+    assert max_draft_tokens(16, 4, 4, 4) == MAX_DRAFT_TOKENS
