@@ -81,7 +81,12 @@ def main(
     budget = plan.memory_budget_bytes if memory_budget is None else parse_bytes(memory_budget)
     k = plan.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
     arms = [
-        Arm(name, RuntimeConfig(budget, num_draft_tokens=tokens, num_threads=threads))
+        Arm(
+            name,
+            RuntimeConfig(
+                budget, num_draft_tokens=tokens, num_threads=threads, predict_next_layer=False
+            ),
+        )
         for name, tokens in (("lru", 0), ("specter", k))
     ]
     texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()][:num_prompts]

@@ -28,6 +28,7 @@ from specter_build.recipe import CalibrationRecipe, DraftRecipe
 from specter_runtime.config import GenerationLimits, SamplingConfig
 from specter_runtime.draft_engine import SelfDrafter
 from specter_runtime.experts import ExpertKey, ExpertWeights, PackedExperts, ResidentExperts
+from specter_runtime.governor import Governor, Lookahead
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
 from specter_runtime.speculative_decoder import SpeculativeDecoder
@@ -207,7 +208,7 @@ def write_texts(
         SelfDrafter(model, provider, ()),
         prefetcher=None,
         kv_cache=KVCache(config, length, COMPUTE_DTYPE),
-        num_draft_tokens=0,
+        governor=Governor([Lookahead(0)]),
         sampling=sampling,
     )
     texts = []

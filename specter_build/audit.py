@@ -24,6 +24,7 @@ from specter_runtime.draft_engine import SelfDrafter
 from specter_runtime.errors import BundleError, name_list
 from specter_runtime.expert_store import ShardExpertStore, aligned_buffer
 from specter_runtime.experts import ExpertKey, view_expert
+from specter_runtime.governor import Governor, Lookahead
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.model import MoETransformer
 from specter_runtime.session import Session, bundle_memory
@@ -67,7 +68,13 @@ def _decode_bundle(
     bundle: Bundle, prompt_ids: Sequence[int], num_tokens: int, memory_bytes: int
 ) -> list[int]:
     """Greedy tokens of the bundle at its smallest budget, with lookahead if that fits."""
-    config = RuntimeConfig(max_context_tokens=len(prompt_ids) + num_tokens)
+    config = RuntimeConfig(
+        max_context_tokens=len(prompt_ids) + num_tokens,
+        num_draft_tokens=bundle.plan.num_draft_tokens,
+        predict_next_layer=False,
+        bound_by_slots=False,
+        draft_stop=False,
+    )  # nothing that depends on time, nor on how small the budget is
     slot_bytes = align_up(bundle.manifest.experts.nbytes)
     memory = bundle_memory(bundle, config, None, slot_bytes)
     if memory.used_bytes > memory_bytes:
@@ -131,7 +138,7 @@ def decode_target(
         SelfDrafter(model, checkpoint, ()),
         prefetcher=None,
         kv_cache=KVCache(config, len(prompt_ids) + num_tokens, torch_dtype),
-        num_draft_tokens=0,
+        governor=Governor([Lookahead(0)]),
         sampling=SamplingConfig(),
     )
     with torch.inference_mode():

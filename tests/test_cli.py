@@ -133,6 +133,7 @@ def test_stats_are_on_stderr_and_leave_stdout_as_it_was(
         "TTFT",
         "TPOT",
         "acceptance",
+        "windows     K = 0: ",
         "hits",
         "late hits",
         "misses",
@@ -168,6 +169,7 @@ PROMISED_KEYS = {
     "mean_acceptance_length",
     "num_drafted",
     "num_accepted",
+    "windows_by_lookahead",
     "hits",
     "late_hits",
     "misses",
@@ -212,6 +214,29 @@ def test_lookahead_and_budget_do_not_change_the_text(
         *("--num-draft-tokens", num_draft_tokens, "--memory-budget", "2.5 MiB", "--verify"),
     )
     assert (outcome.code, outcome.stdout) == (0, text_of(tiny_bundle) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "ways"),
+    [
+        (("--num-draft-tokens", 0), {"K = 0", "K = 0 + next layer"}),
+        (("--num-draft-tokens", 0, "--predict-next-layer"), {"K = 0 + next layer"}),
+        (("--num-draft-tokens", 0, "--no-predict-next-layer"), {"K = 0"}),
+        (("--num-draft-tokens", 3, "--no-draft-stop"), {"K = 3"}),
+        (("--no-governor",), {"K = 4"}),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_options_say_what_is_left_to_the_governor(
+    specter_run: Command, tiny_bundle: Path, options: tuple[object, ...], ways: set[str]
+) -> None:
+    outcome = specter_run(
+        tiny_bundle, "--prompt", PROMPT, "--max-new-tokens", NEW_TOKENS, *options, "--json"
+    )
+    result = json.loads(outcome.stdout.splitlines()[-1])
+    assert result["windows_by_lookahead"].keys() == ways
+    assert sum(result["windows_by_lookahead"].values()) == result["num_windows"]
+    assert result["text"] == text_of(tiny_bundle)
 
 
 def test_seed_decides_what_is_sampled(specter_run: Command, tiny_bundle: Path) -> None:

@@ -56,7 +56,7 @@ class FiniteRange(click.FloatRange):
 
 
 class DraftTokens(click.ParamType["int | None"]):
-    """A number of tokens, or ``auto`` for the plan's."""
+    """A number of tokens, or ``auto``."""
 
     name = "integer|auto"
 
@@ -90,7 +90,7 @@ class DraftTokens(click.ParamType["int | None"]):
     "--num-draft-tokens",
     type=DraftTokens(),
     default="auto",
-    help="Tokens drafted a window.",
+    help="Tokens drafted a window; auto: what proves fastest.",
 )
 @click.option("--max-context", type=click.IntRange(1), help="Tokens of KV cache.")
 @click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True)
@@ -107,9 +107,16 @@ class DraftTokens(click.ParamType["int | None"]):
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads of computation.")
 @click.option("--prefetch/--no-prefetch", default=True, help="Move experts ahead of verification.")
 @click.option(
-    "--predict-next-layer",
-    is_flag=True,
-    help="Without draft tokens: move experts ahead by the next layer's router.",
+    "--predict-next-layer/--no-predict-next-layer",
+    default=None,
+    help="Without draft tokens: move experts ahead by the next layer's router, always or never; "
+    "default: where it proves faster.",
+)
+@click.option(
+    "--draft-stop/--no-draft-stop", default=True, help="End drafts where they cease to pay."
+)
+@click.option(
+    "--governor/--no-governor", default=True, help="Let measured time decide what is left open."
 )
 @click.option("--verify", is_flag=True, help="Compare all hashes before decoding.")
 @click.option("--stats", is_flag=True, help="Print measurements on stderr.")
@@ -132,7 +139,9 @@ def run(
     io_threads: int,
     threads: int | None,
     prefetch: bool,
-    predict_next_layer: bool,
+    predict_next_layer: bool | None,
+    draft_stop: bool,
+    governor: bool,
     verify: bool,
     stats: bool,
     as_json: bool,
@@ -157,6 +166,8 @@ def run(
         num_threads=threads,
         prefetch=prefetch,
         predict_next_layer=predict_next_layer,
+        governor=governor,
+        draft_stop=draft_stop,
         verify_hashes=verify,
     )
     sampling = SamplingConfig(temperature, top_k, top_p, seed)
@@ -224,12 +235,14 @@ def _describe(stats: Mapping[str, Any]) -> str:
     kinds = ("dense_bytes", "draft_bytes", "kv_cache_bytes", "buffer_bytes")
     parts = [f"{kind.removesuffix('_bytes')} {format_bytes(memory[kind])}" for kind in kinds]
     parts.append(f"{memory['num_slots']} slots of {format_bytes(memory['slot_bytes'])}")
+    ways = (f"{way}: {count}" for way, count in stats["windows_by_lookahead"].items())
     lines = [
         f"tokens      {stats['num_prompt_tokens']} in, {stats['num_new_tokens']} out",
         f"TTFT        {number('ttft_seconds', 1e3)} ms",
         f"TPOT        {number('tpot_seconds', 1e3)} ms",
         f"acceptance  {number('acceptance_rate', 100)} % of {stats['num_drafted']} drafted, "
         f"{number('mean_acceptance_length', digits=2)} tokens a target pass",
+        f"windows     {', '.join(ways) or '-'}",
         f"experts     {stats['hits']} hits, {stats['late_hits']} late hits, "
         f"{stats['misses']} misses; {stats['useful_prefetches']} of {stats['prefetch_loads']} "
         "prefetches used",

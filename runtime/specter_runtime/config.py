@@ -205,7 +205,8 @@ class RuntimeConfig:
     Attributes:
         memory_budget_bytes: everything resident in fast memory, draft included; ``None`` takes
             the plan's.
-        num_draft_tokens: tokens drafted per window; ``None`` takes the plan's; 0 is plain decoding.
+        num_draft_tokens: tokens drafted per window; 0 is plain decoding; ``None`` takes the plan's
+            or, when decoding greedily, lets the governor choose.
         dtype: precision of activations, dense weights and KV cache; ``None`` takes the
             checkpoint's. Expert shards keep the checkpoint's bits in any case.
         max_context_tokens: room in the KV cache; ``None`` takes the plan's.
@@ -213,7 +214,13 @@ class RuntimeConfig:
         num_threads: threads of torch's operators; ``None`` leaves torch's default.
         prefetch: whether the draft's routing moves experts ahead of verification.
         predict_next_layer: whether, where there is no draft, the next layer's router moves experts
-            ahead. It shortens stalls and reads more; measured, it loses more than it gains.
+            ahead; it shortens stalls and reads more. ``None`` lets the governor choose, if experts
+            may be moved ahead at all (``prefetch``).
+        governor: whether what is left open is decided by measured time; if not, the plan's number
+            of tokens is drafted and the next layer is not predicted.
+        draft_stop: whether a greedy draft ends where a token is not worth verifying.
+        bound_by_slots: whether fewer tokens are drafted than asked for where the experts of a
+            window would outgrow the slots.
         eviction: what gives way in a full cache: ``reuse``, what the routers have wanted least of
             late, or ``lru``, what has not been used for longest.
         overlap: whether experts are computed as they arrive; if not, all of a layer are awaited.
@@ -228,7 +235,10 @@ class RuntimeConfig:
     num_io_threads: int = 2
     num_threads: int | None = None
     prefetch: bool = True
-    predict_next_layer: bool = False
+    predict_next_layer: bool | None = None
+    governor: bool = True
+    draft_stop: bool = True
+    bound_by_slots: bool = True
     eviction: Eviction = "reuse"
     overlap: bool = True
     load_timeout_seconds: float = 10.0

@@ -9,6 +9,7 @@ Called by: expert_cache, speculative_decoder, session, cli.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
@@ -50,6 +51,7 @@ class DecodeStats:
         num_drafted: tokens that the draft proposed.
         num_accepted: those that the target confirmed.
         num_windows: target passes after the prompt.
+        windows_by_lookahead: the same by the way in which they ran (``governor.Lookahead``).
     """
 
     num_prompt_tokens: int = 0
@@ -57,6 +59,7 @@ class DecodeStats:
     num_drafted: int = 0
     num_accepted: int = 0
     num_windows: int = 0
+    windows_by_lookahead: Counter[str] = field(default_factory=Counter)
     draft_seconds: float = 0.0
     cache: CacheStats = field(default_factory=CacheStats)
 
@@ -111,6 +114,7 @@ class DecodeStats:
             "num_drafted": self.num_drafted,
             "num_accepted": self.num_accepted,
             "num_windows": self.num_windows,
+            "windows_by_lookahead": dict(self.windows_by_lookahead),
             "draft_seconds": self.draft_seconds,
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,

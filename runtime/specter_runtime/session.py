@@ -8,6 +8,7 @@ Called by: cli, specter_build.audit.  Next: speculative_decoder.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,20 +27,26 @@ from specter_runtime.config import (
     RuntimeConfig,
     SamplingConfig,
 )
-from specter_runtime.draft_engine import SelfDrafter
+from specter_runtime.draft_engine import ResidentDraft, SelfDrafter
 from specter_runtime.errors import CapacityError, SpecterError
 from specter_runtime.eviction import LeastRecentlyUsed, ReuseValues
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
 from specter_runtime.experts import Expert, ExpertKey, PackedExperts, SlotExpert, escapes_start
+from specter_runtime.governor import Governor, lookaheads
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.manifest import ExpertFormat, Plan
-from specter_runtime.memory import MemoryUse, divide_budget
+from specter_runtime.memory import MemoryUse, divide_budget, max_draft_tokens
 from specter_runtime.metrics import DecodeStats
 from specter_runtime.model import MoETransformer
 from specter_runtime.prefetcher import Prefetcher
 from specter_runtime.speculative_decoder import PROMPT_CHUNK_TOKENS, SpeculativeDecoder
 from specter_runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+FREE_DRAFT_TOKENS = 4
+"""Tokens that may be drafted where the plan foresees none, out of what is resident anyway."""
 
 EVICTION_POLICIES: dict[Eviction, type[ReuseValues] | type[LeastRecentlyUsed]] = {
     "reuse": ReuseValues,
@@ -53,6 +60,7 @@ class Session:
 
     Attributes:
         memory: what is resident, by kind.
+        num_draft_tokens: drafted per window, at most.
         stats: counters of the last generation.
     """
 
@@ -67,9 +75,12 @@ class Session:
     stats: DecodeStats
     _model: MoETransformer
     _cache: ExpertCache
-    _draft_experts: PackedExperts
+    _stand_ins: Mapping[ExpertKey, Expert]
     _kv_cache: KVCache
     _prefetcher: Prefetcher | None
+    _draft_stop: bool
+    _greedy_governor: Governor
+    _sampling_governor: Governor
 
     @classmethod
     def open(
@@ -93,19 +104,18 @@ class Session:
             torch.set_num_threads(config.num_threads)
         kernels.set_threads(torch.get_num_threads())
         store = store or ShardExpertStore.of(bundle)
-        num_draft_tokens, dtype_name, context = _resolve(plan, config)
+        dtype_name, context = _resolve(plan, config)
         dtype: torch.dtype = getattr(torch, dtype_name)
         budget = config.memory_budget_bytes
         budget = plan.memory_budget_bytes if budget is None else budget
-        memory = bundle_memory(bundle, config, budget, store.slot_bytes)
+        drafting = _decide_drafting(bundle, config, budget, store.slot_bytes)
+        memory = drafting.memory
         with torch.inference_mode():
             model = MoETransformer(
                 model_config, bundle.dense_tensors(), manifest.tensor_names, dtype
             )
-            stand_ins = bundle.draft_experts() if num_draft_tokens else {}
-            draft_experts = PackedExperts(
-                {key: kernels.prepare(expert) for key, expert in stand_ins.items()}
-            )
+            packed = bundle.draft_experts() if drafting.num_planned_tokens else {}
+            stand_ins = {key: kernels.prepare(expert) for key, expert in packed.items()}
         tokenizer = Tokenizer(root)
         eos_token_ids = bundle.eos_token_ids() | tokenizer.eos_token_ids
         kv_cache = KVCache(model_config, context, dtype)
@@ -127,8 +137,9 @@ class Session:
         except BaseException:
             cache.close()
             raise
+        predict = _predict_next_layer(config)
         prefetcher = None
-        if config.prefetch if num_draft_tokens else config.predict_next_layer:
+        if config.prefetch if drafting.num_tokens else predict is not False:
             reserve = min(memory.num_slots - 1, model_config.num_experts_per_tok)
             prefetcher = Prefetcher(
                 cache, (memory.num_slots - reserve) * store.slot_bytes, store.slot_bytes
@@ -138,16 +149,26 @@ class Session:
             tokenizer=tokenizer,
             config=model_config,
             memory=memory,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=drafting.num_tokens,
             max_context_tokens=context,
             is_direct_io=isinstance(store, ShardExpertStore) and store.is_direct,
             eos_token_ids=eos_token_ids,
             stats=DecodeStats(),
             _model=model,
             _cache=cache,
-            _draft_experts=draft_experts,
+            _stand_ins=stand_ins,
             _kv_cache=kv_cache,
             _prefetcher=prefetcher,
+            _draft_stop=config.draft_stop,
+            _greedy_governor=Governor(
+                lookaheads(drafting.num_tokens, predict, governs_draft=drafting.is_governed)
+            ),
+            # The text of a seed depends on the number of draft tokens: it stays what it was set to.
+            _sampling_governor=Governor(
+                lookaheads(
+                    drafting.num_planned_tokens if stand_ins else 0, predict, governs_draft=False
+                )
+            ),
         )
 
     @torch.inference_mode()  # left at each yield: it does not leak into the caller
@@ -170,21 +191,38 @@ class Session:
         limits = GenerationLimits(
             max_new_tokens, self.eos_token_ids if stop_at_eos else frozenset()
         )
-        decoder = SpeculativeDecoder(
-            self._model,
-            self._cache,
-            SelfDrafter(self._model, self._draft_experts, limits.eos_token_ids),
-            self._prefetcher,
-            self._kv_cache,
-            self.num_draft_tokens,
-            sampling or SamplingConfig(),
-        )
+        decoder = self._decoder(sampling or SamplingConfig(), limits)
         before = None
         for token_ids in decoder.generate(prompt_ids, limits):
             before = before or self._cache.stats()  # the prompt's own loads are not counted
             self.stats = decoder.stats
             self.stats.cache = self._cache.stats().since(before)
             yield from token_ids
+
+    def _decoder(self, sampling: SamplingConfig, limits: GenerationLimits) -> SpeculativeDecoder:
+        """The loop over this session's parts.
+
+        When sampling, the draft may not depend on what happens to be cached, or the text of a seed
+        would: it is made of stand-ins alone (without any there is none) and never stopped.
+        """
+        if sampling.is_greedy:
+            drafter = SelfDrafter(
+                self._model,
+                ResidentDraft(self._cache, self._stand_ins),
+                limits.eos_token_ids,
+                self._cache.num_absent if self._draft_stop else None,
+            )
+        else:
+            drafter = SelfDrafter(self._model, PackedExperts(self._stand_ins), limits.eos_token_ids)
+        return SpeculativeDecoder(
+            self._model,
+            self._cache,
+            drafter,
+            self._prefetcher,
+            self._kv_cache,
+            self._greedy_governor if sampling.is_greedy else self._sampling_governor,
+            sampling,
+        )
 
     def stream(
         self,
@@ -261,6 +299,23 @@ def _view(
     return prepared
 
 
+@dataclass(frozen=True, slots=True)
+class _Drafting:
+    """How far a draft may run ahead, and the division of memory that goes with it.
+
+    Attributes:
+        memory: with stand-ins if ``num_planned_tokens`` is not 0.
+        num_planned_tokens: as asked for or planned, within the slots.
+        num_tokens: the same, or what is drafted though nothing was planned.
+        is_governed: whether none may be drafted instead.
+    """
+
+    memory: MemoryUse
+    num_planned_tokens: int
+    num_tokens: int
+    is_governed: bool
+
+
 def bundle_memory(
     bundle: Bundle, config: RuntimeConfig, memory_budget_bytes: int | None, slot_bytes: int
 ) -> MemoryUse:
@@ -269,8 +324,64 @@ def bundle_memory(
     Raises:
         CapacityError: the budget is too small, or the context longer than the model's.
     """
+    if memory_budget_bytes is None:
+        wanted = _wanted_tokens(bundle, config)
+        return _divide(bundle, config, None, slot_bytes, wanted, has_stand_ins=wanted > 0)
+    return _decide_drafting(bundle, config, memory_budget_bytes, slot_bytes).memory
+
+
+def _wanted_tokens(bundle: Bundle, config: RuntimeConfig) -> int:
+    asked = config.num_draft_tokens
+    return bundle.plan.num_draft_tokens if asked is None else asked
+
+
+def _decide_drafting(
+    bundle: Bundle, config: RuntimeConfig, memory_budget_bytes: int, slot_bytes: int
+) -> _Drafting:
+    """See ``bundle_memory``; where the slots allow no draft, none is held in memory."""
+    divide = partial(_divide, bundle, config, memory_budget_bytes, slot_bytes)
+    asked, wanted = config.num_draft_tokens, _wanted_tokens(bundle, config)
+    memory = divide(wanted, has_stand_ins=wanted > 0)
+    planned = min(wanted, _bound(bundle, config, memory))
+    if planned < wanted and asked is not None:
+        logger.warning(
+            "drafting %d tokens a window instead of %d: with more, its experts would outgrow "
+            "%d slots",
+            planned,
+            wanted,
+            memory.num_slots,
+        )
+    if wanted and not planned:
+        memory = divide(0, has_stand_ins=False)
+    is_governed = asked is None and config.governor
+    if not planned and is_governed:
+        for free in range(min(FREE_DRAFT_TOKENS, _bound(bundle, config, memory)), 0, -1):
+            roomier = divide(free, has_stand_ins=False)
+            if roomier.num_slots == memory.num_slots:  # the prompt's buffers are large enough
+                return _Drafting(roomier, 0, free, is_governed)
+    return _Drafting(memory, planned, planned, is_governed)
+
+
+def _bound(bundle: Bundle, config: RuntimeConfig, memory: MemoryUse) -> int:
+    model = bundle.manifest.model
+    slots = memory.num_slots if config.bound_by_slots else len(model.moe_layers) * model.num_experts
+    return max_draft_tokens(
+        slots, len(model.moe_layers), model.num_experts, model.num_experts_per_tok
+    )
+
+
+def _divide(
+    bundle: Bundle,
+    config: RuntimeConfig,
+    memory_budget_bytes: int | None,
+    slot_bytes: int,
+    num_draft_tokens: int,
+    *,
+    has_stand_ins: bool,
+) -> MemoryUse:
+    """The division of a budget for windows of so many draft tokens."""
     manifest = bundle.manifest
-    num_draft_tokens, dtype, context = _resolve(bundle.plan, config)
+    dtype, context = _resolve(bundle.plan, config)
     longest = manifest.model.max_position_embeddings
     if context > longest:
         raise CapacityError(
@@ -280,7 +391,7 @@ def bundle_memory(
     return divide_budget(
         manifest.model,
         memory_budget_bytes=memory_budget_bytes,
-        draft_bits=manifest.draft.bits if num_draft_tokens else (),
+        draft_bits=manifest.draft.bits if has_stand_ins else (),
         group_size=manifest.draft.group_size,
         symmetric=manifest.draft.symmetric,
         dtype=dtype,
@@ -292,11 +403,15 @@ def bundle_memory(
     )
 
 
-def _resolve(plan: Plan, config: RuntimeConfig) -> tuple[int, str, int]:
-    """Draft tokens, dtype and context: what the caller left open is the plan's."""
-    num_draft_tokens = config.num_draft_tokens
-    if num_draft_tokens is None:
-        num_draft_tokens = plan.num_draft_tokens
+def _resolve(plan: Plan, config: RuntimeConfig) -> tuple[str, int]:
+    """Dtype and context: what the caller left open is the plan's."""
     context = config.max_context_tokens
     context = plan.max_context_tokens if context is None else context
-    return num_draft_tokens, config.dtype or plan.dtype, context
+    return config.dtype or plan.dtype, context
+
+
+def _predict_next_layer(config: RuntimeConfig) -> bool | None:
+    """Whether the next layer's router predicts; None if that is governed."""
+    if config.predict_next_layer is None and not (config.governor and config.prefetch):
+        return False
+    return config.predict_next_layer

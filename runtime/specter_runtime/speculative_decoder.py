@@ -7,10 +7,11 @@
                                                                 │
                                               kv_cache.truncate to the committed prefix
 
-With ``num_draft_tokens`` 0 the same loop is plain decoding with the same cache. The decoder speaks
-token ids only.
+How far the draft runs ahead, the governor says before each window, and is told afterwards what the
+window took. With 0 draft tokens the same loop is plain decoding with the same cache. The decoder
+speaks token ids only.
 
-Called by: session.  Next: draft_engine, prefetcher, model, acceptance.
+Called by: session.  Next: governor, draft_engine, prefetcher, model, acceptance.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from specter_runtime.config import GenerationLimits, SamplingConfig
 from specter_runtime.draft_engine import Draft, Drafter
 from specter_runtime.errors import SpecterError
 from specter_runtime.experts import ExpertProvider, Routing
+from specter_runtime.governor import Governor
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.metrics import DecodeStats
 from specter_runtime.model import MoETransformer, PredictionObserver
@@ -45,7 +47,7 @@ class SpeculativeDecoder:
         drafter: Drafter,
         prefetcher: Prefetcher | None,
         kv_cache: KVCache,
-        num_draft_tokens: int,
+        governor: Governor,
         sampling: SamplingConfig,
     ) -> None:
         """Bind the parts.
@@ -54,17 +56,18 @@ class SpeculativeDecoder:
             model: the target's network (and the draft's).
             experts: the target's experts.
             drafter: proposes tokens.
-            prefetcher: told of the draft's routing; None decodes without lookahead.
+            prefetcher: told of the draft's routing; None moves nothing ahead.
             kv_cache: emptied at each ``generate``.
-            num_draft_tokens: tokens drafted per window.
-            sampling: how tokens are drawn.
+            governor: says how to look ahead, window by window.
+            sampling: how tokens are drawn; unless greedily, the governor's choices must all draft
+                the same number of tokens, or the text of a seed would depend on them.
         """
         self._model = model
         self._experts = experts
         self._drafter = drafter
         self._prefetcher = prefetcher
         self._kv_cache = kv_cache
-        self._num_draft_tokens = num_draft_tokens
+        self._governor = governor
         self._sampling = sampling
         self._generator = torch.Generator()
         self._last_token_id = 0
@@ -87,21 +90,39 @@ class SpeculativeDecoder:
                 yield token_ids
                 if remaining == 0 or token_ids[-1] in limits.eos_token_ids:
                     return
-                token_ids = self.step(min(self._num_draft_tokens, remaining - 1))
+                token_ids = self._governed_step(most_draft_tokens=remaining - 1)
         finally:
             self._end_window()
 
-    def step(self, num_draft_tokens: int) -> list[int]:
-        """One window: returns the committed tokens, at least one."""
+    def _governed_step(self, most_draft_tokens: int) -> list[int]:
+        """One window, run as the governor says; it learns of all but those cut short."""
+        way = self._governor.choose()
+        num_draft_tokens = min(way.num_draft_tokens, most_draft_tokens)
+        started = time.perf_counter()
+        token_ids = self.step(num_draft_tokens, predicts_next_layer=way.predicts_next_layer)
+        if num_draft_tokens == way.num_draft_tokens:
+            self._governor.observe(way, time.perf_counter() - started, len(token_ids))
+        self.stats.windows_by_lookahead[str(way)] += 1
+        return token_ids
+
+    def step(self, num_draft_tokens: int, *, predicts_next_layer: bool = False) -> list[int]:
+        """One window: returns the committed tokens, at least one.
+
+        Args:
+            num_draft_tokens: how many at most.
+            predicts_next_layer: whether, if none are drafted, the next layer's router is what there
+                is to look ahead with.
+        """
         committed = self._kv_cache.length
         draft = self._propose(num_draft_tokens)
         self._kv_cache.truncate(committed)
+        predicts = predicts_next_layer and not draft.token_ids
         blocks, routings = self._model.forward(
             [self._last_token_id, *draft.token_ids],
             self._kv_cache,
             self._experts,
             rows_per_block=1,
-            on_prediction=None if draft.token_ids else self._on_prediction,
+            on_prediction=self._on_prediction if predicts else None,
         )
         if self._prefetcher is not None:
             self._prefetcher.learn(routings)
@@ -142,7 +163,6 @@ class SpeculativeDecoder:
 
     @property
     def _on_prediction(self) -> PredictionObserver | None:
-        """Without a draft, the next layer's router is what there is to look ahead with."""
         return None if self._prefetcher is None else self._prefetcher.observe_prediction
 
     def _on_routings(self, routings: list[Routing]) -> None:

@@ -52,7 +52,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> OpenModel:
 
 @dataclass
 class Drafted:
-    """Tokens, the routings that the prefetcher was told of, and those whose experts were counted."""
+    """Tokens, what the prefetcher was told of, and routings whose experts were counted."""
 
     token_ids: list[int]
     observed: list[list[Routing]]

@@ -19,11 +19,12 @@ from specter_build.pipeline import build
 from specter_build.recipe import Recipe
 from specter_runtime import kernels
 from specter_runtime.bundle_loader import load_bundle
-from specter_runtime.config import RuntimeConfig
+from specter_runtime.config import RuntimeConfig, SamplingConfig
 from specter_runtime.errors import BundleError, SpecterError
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
 from specter_runtime.experts import ExpertKey
-from specter_runtime.manifest import MANIFEST_FILE, shard_path
+from specter_runtime.governor import Governor, Lookahead
+from specter_runtime.manifest import MANIFEST_FILE, PLAN_FILE, draft_path, shard_path
 from specter_runtime.session import Session, bundle_memory
 from specter_runtime.shards import read_header
 from tests.checkpoints import make_checkpoint, recipe_dict
@@ -63,9 +64,7 @@ def test_output_depends_on_neither_draft_nor_budget_nor_threads(
                     num_io_threads=num_io_threads,
                 )
                 budget = least_budget(tiny_bundle, config) + more_slots * slot
-                scarce = RuntimeConfig(
-                    budget, num_draft_tokens, config.dtype, num_io_threads=num_io_threads
-                )
+                scarce = replace(config, memory_budget_bytes=budget, bound_by_slots=False)
                 assert generate(tiny_bundle, scarce) == expected, scarce
 
 
@@ -141,7 +140,8 @@ def test_an_expert_that_comes_late_or_never_changes_no_token(tiny_bundle: Path, 
     config = RuntimeConfig(num_draft_tokens=4, load_timeout_seconds=0.05)
     expected = generate(tiny_bundle, RuntimeConfig(num_draft_tokens=0))
     store = FaultyStore(shard_store(tiny_bundle), fault)
-    scarce = RuntimeConfig(least_budget(tiny_bundle, config), 4, load_timeout_seconds=0.05)
+    budget = least_budget(tiny_bundle, config)
+    scarce = replace(config, memory_budget_bytes=budget, bound_by_slots=False)
     with Session.open(tiny_bundle, scarce, store) as session:
         store.is_armed = True
         try:
@@ -159,7 +159,8 @@ def test_a_failed_read_is_tried_again_or_reported_by_name(tiny_bundle: Path, fau
     config = RuntimeConfig(num_draft_tokens=4)
     budget = least_budget(tiny_bundle, config) + 4 * shard_store(tiny_bundle).slot_bytes
     store = FaultyStore(shard_store(tiny_bundle), fault)
-    with Session.open(tiny_bundle, RuntimeConfig(budget, 4), store) as session:
+    scarce = replace(config, memory_budget_bytes=budget, bound_by_slots=False)
+    with Session.open(tiny_bundle, scarce, store) as session:
         tokens: list[int] = []
         errors: list[str] = []
         store.is_armed = True
@@ -204,7 +205,8 @@ def test_packed_shards_change_no_token_whoever_computes(
     for encoding, root in bundles.items():
         for num_draft_tokens in (0, 3, 8):
             config = RuntimeConfig(num_draft_tokens=num_draft_tokens)
-            config = replace(config, memory_budget_bytes=least_budget(root, config))
+            budget = least_budget(root, config)
+            config = replace(config, memory_budget_bytes=budget, bound_by_slots=False)
             assert generate(root, config) == expected, (encoding, num_draft_tokens)
 
 
@@ -245,7 +247,7 @@ def test_the_next_layers_router_moves_experts_and_changes_no_token(
     bundles: dict[str, Path], encoding: str
 ) -> None:
     root = bundles[encoding]
-    plain = RuntimeConfig(num_draft_tokens=0)
+    plain = RuntimeConfig(num_draft_tokens=0, predict_next_layer=False)
     plain = replace(plain, memory_budget_bytes=least_budget(root, plain) + 40_000)
     expected = generate(root, plain)
     with Session.open(root, replace(plain, predict_next_layer=True)) as session:
@@ -255,3 +257,209 @@ def test_the_next_layers_router_moves_experts_and_changes_no_token(
     with Session.open(root, plain) as session:
         list(session.generate_ids(PROMPT, NUM_TOKENS, stop_at_eos=False))
         assert session.stats.cache.prefetch_loads == 0
+
+
+# ---- a draft of what is resident, and who decides how far it runs ahead -----------------------
+
+
+@pytest.fixture(scope="module")
+def bare_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``tiny_bundle`` without stand-ins, planned to be decoded without a draft. Read only."""
+    root = Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("bare") / "bundle"))
+    change_file(root, MANIFEST_FILE, lambda m: m["draft"].update(bits=[[0] * 8] * 3))
+    for layer in range(3):
+        (root / draft_path(layer)).unlink()
+        change_file(root, MANIFEST_FILE, lambda m, i=layer: m["files"].pop(draft_path(i)))
+    change_file(root, PLAN_FILE, lambda p: p.update(num_draft_tokens=0))
+    return root
+
+
+def with_slots(root: Path, config: RuntimeConfig, num_slots: int) -> RuntimeConfig:
+    """The budget that leaves so many slots."""
+    least = least_budget(root, config)
+    top_k = load_bundle(root).manifest.model.num_experts_per_tok
+    more = (num_slots - top_k) * shard_store(root).slot_bytes
+    return replace(config, memory_budget_bytes=least + more)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
+def test_a_draft_without_stand_ins_costs_no_memory_and_changes_no_token(
+    bare_bundle: Path, num_draft_tokens: int
+) -> None:
+    """From the fewest slots, where it misses and evicts as it goes, to a slot for every expert.
+
+    With all of them there it is the target, to the bit: every token is accepted.
+    """
+    plain = RuntimeConfig(num_draft_tokens=0)
+    expected = generate(bare_bundle, plain)
+    rates = []
+    for num_slots in (2, 5, 12, 24):
+        drafting = RuntimeConfig(
+            num_draft_tokens=num_draft_tokens, bound_by_slots=False, draft_stop=num_slots > 5
+        )
+        scarce = with_slots(bare_bundle, drafting, num_slots)
+        with Session.open(bare_bundle, scarce) as session:
+            assert session.memory.draft_bytes == 0
+            assert session.memory.num_slots == num_slots
+            tokens = list(session.generate_ids(PROMPT, NUM_TOKENS, stop_at_eos=False))
+            assert tokens == expected
+            stats = session.stats
+            assert stats.num_drafted > 0
+            assert (stats.cache.loads > 0) == (num_slots < 24)
+            rates.append(stats.acceptance_rate)
+    assert rates[-1] == 1.0
+    assert rates[0] is not None
+    assert rates[0] < 1.0
+
+
+def test_a_draft_of_residents_is_better_than_its_stand_ins(tiny_bundle: Path) -> None:
+    """With every expert cached the stand-ins are not used: all is accepted, which they are not."""
+    config = with_slots(tiny_bundle, RuntimeConfig(num_draft_tokens=4), 24)
+    with Session.open(tiny_bundle, config) as session:
+        list(session.generate_ids(PROMPT, NUM_TOKENS, stop_at_eos=False))
+        assert session.stats.acceptance_rate == 1.0
+        sampling = SamplingConfig(temperature=1e-3)  # as good as greedy, by stand-ins alone
+        list(session.generate_ids(PROMPT, NUM_TOKENS, sampling, stop_at_eos=False))
+        assert session.stats.acceptance_rate is not None
+        assert session.stats.acceptance_rate < 1.0
+
+
+def test_late_reads_while_drafting_change_no_token(bare_bundle: Path) -> None:
+    """What the draft is made of then depends on which reads have arrived."""
+    expected = generate(bare_bundle, RuntimeConfig(num_draft_tokens=0))
+    config = RuntimeConfig(num_draft_tokens=4, bound_by_slots=False, num_io_threads=4)
+    for num_slots in (2, 6, 10):
+        store = FaultyStore(shard_store(bare_bundle), "late")
+        with Session.open(
+            bare_bundle, with_slots(bare_bundle, config, num_slots), store
+        ) as session:
+            store.is_armed = True
+            tokens = list(session.generate_ids(PROMPT, NUM_TOKENS, stop_at_eos=False))
+        assert tokens == expected
+        assert store.num_faults > 0
+
+
+@pytest.mark.parametrize("bundle", ["tiny_bundle", "bare_bundle"])
+def test_the_text_of_a_seed_depends_on_neither_cache_nor_governor(
+    bundle: str, request: pytest.FixtureRequest
+) -> None:
+    root: Path = request.getfixturevalue(bundle)
+    sampling = SamplingConfig(temperature=1.5, seed=3)
+    texts = []
+    for num_slots, governor in ((24, True), (12, True), (12, False)):
+        config = RuntimeConfig(governor=governor, bound_by_slots=False)
+        with Session.open(root, with_slots(root, config, num_slots)) as session:
+            texts.append(list(session.generate_ids(PROMPT, 80, sampling, stop_at_eos=False)))
+            ways = set(session.stats.windows_by_lookahead)
+            if bundle == "tiny_bundle":
+                assert ways == {"K = 4"}
+            else:
+                assert ways == ({"K = 0", "K = 0 + next layer"} if governor else {"K = 0"})
+    assert texts[0] == texts[1] == texts[2]
+
+
+def ways_of(root: Path, config: RuntimeConfig, num_tokens: int = 100) -> set[str]:
+    """How windows ran, greedily; the tokens are the target's in any case."""
+    with Session.open(root, config) as session:
+        tokens = list(session.generate_ids(PROMPT, num_tokens, stop_at_eos=False))
+        counts = session.stats.windows_by_lookahead
+        assert counts.total() == session.stats.num_windows
+        assert session.to_dict()["windows_by_lookahead"] == dict(counts)
+    plain = RuntimeConfig(num_draft_tokens=0, predict_next_layer=False)
+    with Session.open(root, plain) as session:
+        assert list(session.generate_ids(PROMPT, num_tokens, stop_at_eos=False)) == tokens
+        assert session.stats.windows_by_lookahead == {"K = 0": num_tokens - 1}
+        assert session.stats.cache.prefetch_loads == 0
+    return set(counts)
+
+
+PLAIN, PREDICTS = "K = 0", "K = 0 + next layer"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {PLAIN, PREDICTS, "K = 4"}),
+        ({"governor": False}, {"K = 4"}),
+        ({"num_draft_tokens": 2}, {"K = 2"}),
+        ({"num_draft_tokens": 0}, {PLAIN, PREDICTS}),
+        ({"num_draft_tokens": 0, "governor": False}, {PLAIN}),
+        ({"num_draft_tokens": 0, "predict_next_layer": True}, {PREDICTS}),
+        ({"num_draft_tokens": 0, "prefetch": False}, {PLAIN}),
+        ({"predict_next_layer": False}, {PLAIN, "K = 4"}),
+        ({"predict_next_layer": True}, {PREDICTS, "K = 4"}),
+        ({"prefetch": False, "draft_stop": False}, {PLAIN, "K = 4"}),
+    ],
+    ids=str,
+)
+def test_what_is_given_is_kept_and_what_is_left_open_is_governed(
+    tiny_bundle: Path, options: dict[str, Any], expected: set[str]
+) -> None:
+    assert ways_of(tiny_bundle, RuntimeConfig(**options)) == expected
+
+
+def test_where_the_plan_foresees_no_draft_one_that_costs_nothing_competes(
+    bare_bundle: Path, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    """Of 24 experts, windows of 2, 3, 5 tokens need 10.5, 13.9 and 18.3; stand-ins stay on disk."""
+    root = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    change_file(root, PLAN_FILE, lambda p: p.update(num_draft_tokens=0))
+    for bundle in (bare_bundle, root):
+        for num_slots, most in ((10, 0), (11, 1), (15, 2), (18, 3), (19, 4), (24, 4)):
+            config = with_slots(bundle, RuntimeConfig(), num_slots)
+            with Session.open(bundle, config) as session:
+                assert session.num_draft_tokens == most
+                assert session.memory.draft_bytes == 0
+                assert session.memory.num_slots == num_slots
+            with Session.open(bundle, replace(config, governor=False)) as session:
+                assert session.num_draft_tokens == 0
+    assert ways_of(bare_bundle, RuntimeConfig()) == {PLAIN, PREDICTS, "K = 4"}
+
+
+def test_more_draft_tokens_than_the_slots_allow_are_lowered_with_a_message(
+    tiny_bundle: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = RuntimeConfig(num_draft_tokens=16)
+    for num_slots, most in ((24, 16), (19, 4), (12, 1)):
+        caplog.clear()
+        with Session.open(tiny_bundle, with_slots(tiny_bundle, config, num_slots)) as session:
+            assert session.num_draft_tokens == most
+            assert session.memory.draft_bytes > 0
+        message = f"drafting {most} tokens a window instead of 16: with more, its experts would "
+        expected = [] if most == 16 else [f"{message}outgrow {num_slots} slots"]
+        assert caplog.messages == expected
+    unbounded = with_slots(tiny_bundle, replace(config, bound_by_slots=False), 12)
+    with Session.open(tiny_bundle, unbounded) as session:
+        assert session.num_draft_tokens == 16
+    auto = with_slots(tiny_bundle, RuntimeConfig(governor=False), 12)
+    caplog.clear()
+    with Session.open(tiny_bundle, auto) as session:  # the plan has 4
+        assert session.num_draft_tokens == 1
+    assert caplog.messages == []
+
+
+def test_where_the_slots_allow_no_draft_its_memory_becomes_slots(tiny_bundle: Path) -> None:
+    config = with_slots(tiny_bundle, RuntimeConfig(num_draft_tokens=4), 2)
+    with Session.open(tiny_bundle, config) as session:
+        assert session.num_draft_tokens == 0
+        assert session.memory.draft_bytes == 0
+        assert session.memory.num_slots > 2
+
+
+def test_the_governor_remembers_from_one_generation_to_the_next(
+    bare_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was tried at first is not tried again in every answer of a chat."""
+    observe = Governor.observe
+
+    def told(governor: Governor, way: Lookahead, seconds: float, num_tokens: int) -> None:
+        observe(governor, way, num_tokens * (1.0 if str(way) == PLAIN else 1.3), num_tokens)
+
+    monkeypatch.setattr(Governor, "observe", told)
+    with Session.open(bare_bundle) as session:
+        counts = []
+        for _ in range(3):
+            list(session.generate_ids(PROMPT, 60, stop_at_eos=False))
+            counts.append(session.stats.windows_by_lookahead)
+    assert counts[0].keys() == {PLAIN, PREDICTS, "K = 4"}
+    assert counts[1] == counts[2] == {PLAIN: 59}

@@ -23,6 +23,7 @@ from specter_runtime.config import GenerationLimits, RuntimeConfig, SamplingConf
 from specter_runtime.draft_engine import Draft, Drafter, RoutingObserver, SelfDrafter
 from specter_runtime.errors import SpecterError
 from specter_runtime.experts import Batch, ExpertProvider, PackedExperts, Routing
+from specter_runtime.governor import Governor, Lookahead
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.session import Session
 from specter_runtime.speculative_decoder import SpeculativeDecoder
@@ -167,7 +168,7 @@ def make_decoder(
             drafter,
             None,
             cache,
-            num_draft_tokens,
+            Governor([Lookahead(num_draft_tokens)]),
             sampling,
         ),
         cache,
@@ -400,7 +401,7 @@ def test_the_prefetcher_hears_of_every_drafted_token_and_of_every_windows_end(
         parts.itself(),
         prefetcher,  # type: ignore[arg-type]
         cache,
-        3,
+        Governor([Lookahead(3)]),
         GREEDY,
     )
     generation = decoder.generate(PROMPT, GenerationLimits(9))
@@ -426,6 +427,104 @@ def test_a_paused_generation_leaves_inference_mode_to_the_caller(tiny_bundle: Pa
         generation.close()  # type: ignore[attr-defined]
     assert not between.is_inference()
     assert not torch.is_inference_mode_enabled()
+
+
+# ---- governed -------------------------------------------------------------------------------
+
+
+class ScriptedGovernor(Governor):
+    """Learns other times than it is told: those that the test says each way takes."""
+
+    def __init__(self, ways: Sequence[Lookahead], seconds: Callable[[int, Lookahead], float]):
+        super().__init__(ways)
+        self._seconds = seconds
+        self.observed: list[tuple[Lookahead, int]] = []
+
+    def observe(self, way: Lookahead, seconds: float, num_tokens: int) -> None:
+        assert seconds > 0
+        super().observe(way, self._seconds(len(self.observed), way), num_tokens)
+        self.observed.append((way, num_tokens))
+
+
+PLAIN, PREDICTS, FOUR = Lookahead(0), Lookahead(0, predicts_next_layer=True), Lookahead(4)
+SCRIPTS: dict[str, Callable[[int, Lookahead], float]] = {
+    "plain wins": lambda window, way: 1.0 if way == PLAIN else 9.0,
+    "the draft wins": lambda window, way: 1.0 if way == FOUR else 9.0,
+    "the next layer's router wins": lambda window, way: 1.0 if way == PREDICTS else 9.0,
+    "all alike": lambda window, way: 1.0,
+    "now one, now the other": lambda window, way: 9.0 if (window // 20) % 2 == (way == FOUR) else 1,
+}
+
+
+class HearingPrefetcher(RecordingPrefetcher):
+    """Notes predictions as well."""
+
+    def observe_prediction(self, routing: Routing) -> None:
+        self.events.append("prediction")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("draft", ["the target itself", "quantized", "nothing resident"])
+def test_greedy_tokens_do_not_depend_on_what_the_governor_chooses(
+    parts: Parts, script: str, draft: str
+) -> None:
+    num_tokens = 90
+    expected = list(itertools.islice(greedy_tokens_of(parts.target, num_tokens), num_tokens))
+    governor = ScriptedGovernor([PLAIN, PREDICTS, FOUR], SCRIPTS[script])
+    drafters = {
+        "the target itself": parts.itself,
+        "quantized": parts.from_quantized,
+        "nothing resident": lambda: SelfDrafter(parts.target.model, PackedExperts({}), ()),
+    }
+    prefetcher = HearingPrefetcher()
+    decoder = SpeculativeDecoder(
+        parts.target.model,
+        parts.target.experts,
+        drafters[draft](),
+        prefetcher,  # type: ignore[arg-type]
+        parts.target.cache(len(PROMPT) + num_tokens),
+        governor,
+        GREEDY,
+    )
+    passes = list(decoder.generate(PROMPT, GenerationLimits(num_tokens)))
+    assert [token for tokens in passes for token in tokens] == expected
+    counts = decoder.stats.windows_by_lookahead
+    assert counts.keys() == {"K = 0", "K = 0 + next layer", "K = 4"}
+    assert counts.total() == decoder.stats.num_windows == len(passes) - 1
+    assert prefetcher.events.count("prediction") == counts["K = 0 + next layer"]  # of two layers
+    assert [n for _, n in governor.observed] == [len(tokens) for tokens in passes[1:]][
+        : len(governor.observed)
+    ]
+    if script == "plain wins":
+        assert counts["K = 4"] == counts["K = 0 + next layer"] == 3
+    if script == "the draft wins" and draft == "the target itself":
+        assert counts["K = 0"] == counts["K = 0 + next layer"] == 6  # tried before it was known
+
+
+def greedy_tokens_of(target: OpenModel, num_tokens: int) -> Iterator[int]:
+    cache = target.cache(len(PROMPT) + num_tokens)
+    logits = target.rows(PROMPT, cache, rows_per_block=len(PROMPT))
+    for _ in range(num_tokens):
+        token = int(logits[-1].argmax())
+        yield token
+        logits = target.rows([token], cache)
+
+
+def test_windows_that_are_cut_short_teach_nothing(parts: Parts) -> None:
+    """Of 12 tokens, the first is the prompt's; windows of 1 + 4, 1 + 4 and 1 + 0 are left."""
+    governor = ScriptedGovernor([FOUR], lambda window, way: 1.0)
+    decoder = SpeculativeDecoder(
+        parts.target.model,
+        parts.target.experts,
+        parts.itself(),
+        None,
+        parts.target.cache(CAPACITY),
+        governor,
+        GREEDY,
+    )
+    passes = list(decoder.generate(PROMPT, GenerationLimits(NUM_TOKENS)))
+    assert [len(tokens) for tokens in passes] == [1, 5, 5, 1]
+    assert governor.observed == [(FOUR, 5), (FOUR, 5)]
 
 
 # ---- statistics -----------------------------------------------------------------------------
@@ -526,8 +625,9 @@ def sample_counts(
     with torch.inference_mode():
         for seed in range(NUM_SAMPLES):
             seeded = SamplingConfig(sampling.temperature, sampling.top_k, sampling.top_p, seed)
+            governor = Governor([Lookahead(2)])
             decoder = SpeculativeDecoder(
-                target.model, target.experts, drafter, None, cache, 2, seeded
+                target.model, target.experts, drafter, None, cache, governor, seeded
             )
             passes = decoder.generate(SAMPLED_PROMPT, GenerationLimits(SAMPLED_LENGTH))
             counts[tuple(token for tokens in passes for token in tokens)] += 1

@@ -22,6 +22,7 @@ from specter_build.recipe import Recipe
 from specter_runtime.config import GenerationLimits, RuntimeConfig, SamplingConfig
 from specter_runtime.draft_engine import SelfDrafter
 from specter_runtime.experts import ExpertProvider, ResidentExperts, Routing
+from specter_runtime.governor import Governor, Lookahead
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.session import Session
 from specter_runtime.speculative_decoder import SpeculativeDecoder
@@ -310,8 +311,9 @@ def test_an_unquantized_draft_routes_and_predicts_as_the_target(
 
     monkeypatch.setattr(opened.model, "forward", recorded)
     drafter = SelfDrafter(opened.model, draft_experts, ())
+    governor = Governor([Lookahead(4)])
     decoder = SpeculativeDecoder(
-        opened.model, opened.experts, drafter, None, opened.cache(64), 4, SamplingConfig()
+        opened.model, opened.experts, drafter, None, opened.cache(64), governor, SamplingConfig()
     )
     with torch.inference_mode():
         passes = list(decoder.generate(list(b"def "), GenerationLimits(21)))
