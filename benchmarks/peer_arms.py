@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specter_runtime.config import RuntimeConfig
-
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -50,17 +48,14 @@ ARMS = (
     Arm("llama.cpp", "llama.cpp", "gguf", is_resident_too=True),
     Arm("accelerate", "accelerate", "checkpoint"),
 )
-TOGGLED = not RuntimeConfig().predict_next_layer
 ABLATIONS = (
     Arm("raw shards", "specter", "raw"),
     Arm("plain LRU", "specter", "packed", {"eviction": "lru"}),
     Arm("no overlap", "specter", "packed", {"overlap": False}),
-    Arm(
-        f"next layer's router {'on' if TOGGLED else 'off'}",
-        "specter",
-        "packed",
-        {"predict_next_layer": TOGGLED},
-    ),
+    Arm("next layer's router on", "specter", "packed", {"predict_next_layer": True}),
+    Arm("next layer's router off", "specter", "packed", {"predict_next_layer": False}),
+    Arm("no draft", "specter", "packed", {"num_draft_tokens": 0}),
+    Arm("no draft stop", "specter", "packed", {"draft_stop": False}),
     Arm("torch's kernels", "specter", "packed", environment={"SPECTER_KERNELS": "torch"}),
 )
 ARMS_BY_NAME = {arm.name: arm for arm in ARMS + ABLATIONS}

@@ -102,7 +102,7 @@ class Prefetcher:
         self._num_reads = 0
         self._precision = RankPrecision()
         self._predicted: list[tuple[int, ExpertKey]] = []  # rank; what was not resident
-        self._stats = cache.stats()  # at the end of the last pass
+        self._stats = cache.stats()  # at the first prediction of the pass
         self._begun_seconds = 0.0  # of the pass, at its first prediction
         self._num_predictions = 0  # in this pass
         self._pace = Pace(0.0, 0.0, 0.0, 0.0)  # nothing is worth it until something was waited for
@@ -121,6 +121,7 @@ class Prefetcher:
         """Ask for those experts of the next layer that are worth it, and protect residents."""
         if not self._num_predictions:
             self._begun_seconds = time.perf_counter()
+            self._stats = self._cache.stats()  # passes without predictions do not count
         self._num_predictions += 1
         for row in routing.selected_experts.tolist():
             for rank, expert in enumerate(row):
@@ -139,8 +140,7 @@ class Prefetcher:
         for rank, key in self._predicted:
             self._precision.observe(rank, key in needed)
         elapsed = time.perf_counter() - self._begun_seconds
-        stats = self._cache.stats()
-        recent, self._stats = stats.since(self._stats), stats
+        recent = self._cache.stats().since(self._stats)
         self._pace = measure_pace(recent, elapsed, self._num_predictions, self._pace)
         self._predicted.clear()
         self._num_predictions = 0
