@@ -18,6 +18,7 @@ import torch
 
 from specter_build.checkpoint import Checkpoint
 from specter_build.open_inputs import Inputs
+from specter_build.plan_placement import hottest_first
 from specter_build.profile_routing import HeadComparison, LayerRunner
 from specter_build.progress import Progress
 from specter_build.quantize_draft import ExpertInputs, draft_tensors, quantize_layer
@@ -25,7 +26,7 @@ from specter_build.quantizers import is_finite
 from specter_build.report import LayerProfile
 from specter_build.split_experts import split_layer
 from specter_runtime.errors import CheckpointError, name_list
-from specter_runtime.experts import ExpertKey, PackedExperts, ResidentExperts
+from specter_runtime.experts import ExpertKey, PackedExperts, ResidentExperts, Routing
 from specter_runtime.manifest import draft_path, model_path
 from specter_runtime.shards import write_tensors
 
@@ -113,8 +114,9 @@ def _convert_layer(
     expert_inputs = ExpertInputs(rows, routing, config.swiglu_limit)
     widths = inputs.bits[config.moe_layers.index(index)]
     quantized = quantize_layer(experts, inputs.recipe.draft, widths, expert_inputs, inputs.given)
-    stand_ins = PackedExperts(quantized.packed)
-    draft, _, draft_routing = runner.run(layer, hidden[1], stand_ins)
+    cached = {key: experts[key] for key in _planned_residents(inputs, routing)}
+    draft_experts = PackedExperts({**cached, **quantized.packed})
+    draft, _, draft_routing = runner.run(layer, hidden[1], draft_experts)
     assert draft_routing is not None, "a routed layer gives a routing"
     stored_names = {key: checkpoint.stored_names(key) for key in keys}
     split_layer(work, experts, stored_names, inputs.estimate.encoding)
@@ -125,3 +127,16 @@ def _convert_layer(
         routing, draft_routing, quantized.relative_error, quantized.fallback_experts
     )
     return (target, draft), profile
+
+
+def _planned_residents(inputs: Inputs, routing: Routing) -> list[ExpertKey]:
+    """A layer's share of the slots, filled with what the target uses most of it.
+
+    These serve the draft in full at run time. Where there are stand-ins, they are profiled instead:
+    the report says what they are worth, and sampling drafts with them alone. The plan shares slots
+    out over all layers by use, which is not known before the last one; here all have equally many.
+    """
+    config, memory = inputs.checkpoint.config, inputs.estimate.memory
+    share = memory[max(memory)].num_slots // len(config.moe_layers)
+    counts = torch.bincount(routing.selected_experts.flatten(), minlength=config.num_experts)
+    return hottest_first({routing.layer: counts})[:share]

@@ -64,7 +64,7 @@ class BitsOverride(_Section):
     Attributes:
         layers: decoder layers, counted from 0, or ``all`` routed ones.
         experts: experts of each of these layers, counted from 0, or ``all``.
-        bits: their width; 0: no stand-in, the draft leaves the expert out.
+        bits: their width; 0: no stand-in, the draft leaves the expert out unless it is cached.
     """
 
     layers: Literal["all"] | Annotated[list[int], Field(min_length=1)]
@@ -88,7 +88,7 @@ _TABLE, _NUMBER = "<table>", "<number>"
 """Tags of the two forms of ``bits``; they stand in pydantic's key paths and are no keys."""
 
 Bits = Annotated[
-    Annotated[Literal[2, 3, 4, 8], BeforeValidator(_whole), Tag(_NUMBER)]
+    Annotated[Literal[0, 2, 3, 4, 8], BeforeValidator(_whole), Tag(_NUMBER)]
     | Annotated[BitsTable, Tag(_TABLE)],
     Discriminator(lambda value: _TABLE if isinstance(value, dict | BitsTable) else _NUMBER),
 ]
@@ -102,7 +102,8 @@ class DraftRecipe(_Section):
             not yet rounded (arXiv 2210.17323); ``awq``: channels between up and down projection
             are rescaled by what flows through them (arXiv 2306.00978); ``given``: by whoever made
             the checkpoint at ``from``. gptq and awq need llm-compressor.
-        bits: width of every expert's stand-in: one number, or a table by expert.
+        bits: width of every expert's stand-in: one number, or a table by expert. 0 makes none: the
+            draft then consists of the experts that are cached.
         group_size: weights of a row that share a scale.
         symmetric: whether zero points are left out.
         clip: ``mse``: each group's range is shrunk to where its squared error is least. Smaller
@@ -147,6 +148,8 @@ class DraftRecipe(_Section):
             raise ValueError("method: given and from: belong together")
         if self.method == "given" and (self.bits != 4 or self.clip != "none"):
             raise ValueError("a given draft has bits: 4, and clip has no effect on it")
+        if self.bits == 0 and (self.is_calibrated or self.clip != "none"):
+            raise ValueError("with bits: 0 nothing is quantized: method and clip have no effect")
         return self
 
     def widths(self, config: ModelConfig) -> tuple[tuple[int, ...], ...]:
@@ -154,7 +157,7 @@ class DraftRecipe(_Section):
 
         Raises:
             RecipeError: an override names what the model does not have, an expert that another one
-                names as well, or changes nothing; or no expert has a stand-in.
+                names as well, or changes nothing.
         """
         if isinstance(self.bits, int):
             return ((self.bits,) * config.num_experts,) * len(config.moe_layers)
@@ -321,8 +324,6 @@ def _expand(table: BitsTable, config: ModelConfig) -> tuple[tuple[int, ...], ...
                     )
                 named[layer, expert] = index
                 widths[layer][expert] = override.bits
-    if not any(width for row in widths.values() for width in row):
-        raise RecipeError("draft.bits: no expert has a stand-in; plan.num_draft_tokens: 0 is that")
     return tuple(tuple(row) for row in widths.values())
 
 

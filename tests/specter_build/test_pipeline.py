@@ -35,6 +35,7 @@ from specter_build.write_bundle import work_folder
 from specter_runtime import speculative_decoder
 from specter_runtime.acceptance import Acceptance
 from specter_runtime.bundle_loader import file_sha256, load_bundle
+from specter_runtime.config import RuntimeConfig
 from specter_runtime.errors import (
     BundleError,
     CapacityError,
@@ -42,11 +43,13 @@ from specter_runtime.errors import (
     RecipeError,
     SpecterError,
 )
-from specter_runtime.experts import PROJECTIONS, ExpertKey
+from specter_runtime.experts import PROJECTIONS, ExpertKey, PackedExperts
 from specter_runtime.packed import dequantize
+from specter_runtime.session import Session
 from specter_runtime.tokenizer import Tokenizer
 from specter_runtime.units import format_bytes
 from tests.checkpoints import make_checkpoint, recipe_dict
+from tests.models import open_model
 
 SMALL: Mapping[str, Any] = {
     "hidden_size": 32,
@@ -108,6 +111,55 @@ def change_times(root: Path) -> dict[str, int]:
 
 def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+# ---- a draft without stand-ins --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_slots", [24, 12, 4])
+def test_without_stand_ins_the_draft_is_profiled_over_each_layers_hottest_experts(
+    tiny_checkpoint: Path, tmp_path: Path, num_slots: int
+) -> None:
+    """Routes of the draft against those of the whole model over the same experts, run at once."""
+    output = tmp_path / "bundle"
+    recipe = recipe_dict(tiny_checkpoint, output, draft={"bits": 0})
+    least = estimate.estimate(Recipe.model_validate(recipe), tiny_checkpoint).memory[4]
+    fixed = least.used_bytes - least.num_slots * least.slot_bytes
+    recipe["plan"]["memory_budget"] = fixed + num_slots * least.slot_bytes
+    result = build(Recipe.model_validate(recipe), tmp_path)
+    bundle = load_bundle(output, verify_hashes=True)
+    assert bundle.manifest.draft.bits == ((0,) * 8,) * 3
+    assert names_in(output / "draft") == set()
+    assert result.report["sizes"]["draft_bytes"] == result.report["memory"]["draft_bytes"] == 0
+    assert (result.plan.num_slots, result.plan.num_draft_tokens) == (num_slots, 4)
+    assert "rtn 0 bits" in describe(result.report, 4, result.timings)
+
+    target = open_model(tiny_checkpoint)
+    kept = {}
+    for layer in result.report["layers"]:
+        counts = layer["expert_counts"]
+        hottest = sorted(range(8), key=lambda e: (-counts[e], e))[: num_slots // 3]
+        kept |= {ExpertKey(layer["layer"], e): None for e in hottest}
+    provider = PackedExperts({key: target.weights[key] for key in kept})
+    routes = load_file(output / "routes.safetensors")
+    agrees = []
+    for i, ids in enumerate(routes["token_ids"].tolist()):
+        blocks, routings = target.model.forward(
+            ids, target.cache(len(ids)), provider, rows_per_block=len(ids)
+        )
+        logits = target.rows(ids, target.cache(len(ids)), rows_per_block=len(ids))
+        agrees.append(target.model.logits(blocks).argmax(-1) == logits.argmax(-1))
+        for layer, routing in enumerate(routings):
+            found = routes["draft.selected_experts"][layer, i].to(torch.int64)
+            assert torch.equal(found, routing.selected_experts)
+    assert torch.equal(torch.stack(agrees), routes["draft_agrees"])
+    rates = result.report["recall"]["mean"], result.report["acceptance"]["rate"]
+    assert (rates == (1.0, 1.0)) == (num_slots == 24)
+    with Session.open(output) as session:
+        plain = RuntimeConfig(num_draft_tokens=0, predict_next_layer=False)
+        tokens = list(session.generate_ids(list(b"def "), 40, stop_at_eos=False))
+    with Session.open(output, plain) as session:
+        assert list(session.generate_ids(list(b"def "), 40, stop_at_eos=False)) == tokens
 
 
 # ---- determinism and idempotence ------------------------------------------------------------

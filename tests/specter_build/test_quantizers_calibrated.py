@@ -472,7 +472,6 @@ def test_layer_without_any_stand_in_has_no_draft_file(
         (4, [("all", [1], 2), ([2], [1], 8)], r"overrides\.1: expert 1 of layer 2 is named by "),
         (4, [("all", [1, 1], 2)], r"overrides\.0\.experts: a number stands twice"),
         (4, [("all", [1], 4)], r"overrides\.0: 4 bits are the default; it has no effect"),
-        (4, [("all", "all", 0)], r"draft\.bits: no expert has a stand-in"),
     ],
 )
 def test_override_that_names_what_is_not_there_or_does_nothing_is_refused(

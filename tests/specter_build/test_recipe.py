@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,7 +251,6 @@ def test_wrong_type_is_refused_and_never_converted(tmp_path: Path, path: str, va
         ("draft.clip", "max"),
         ("draft.min_tokens", 0),
         ("draft.bits", 5),
-        ("draft.bits", 0),
         ("draft.group_size", 7),
         ("draft.group_size", 1025),
         ("calibration.num_sequences", 0),
@@ -307,6 +307,19 @@ EIGHT_BITS = {"layers": [0], "experts": [1, 2], "bits": 8}
 )
 def test_malformed_bits_are_refused_by_key_path(tmp_path: Path, table: Any, message: str) -> None:
     assert message in refusal(tmp_path, with_value("draft.bits", table))
+
+
+@pytest.mark.parametrize("option", [{"method": "gptq"}, {"clip": "mse"}], ids=str)
+def test_without_stand_ins_how_they_are_made_has_no_effect(
+    tmp_path: Path, option: dict[str, str]
+) -> None:
+    draft = {"bits": 0, "group_size": 16}
+    assert "with bits: 0 nothing is quantized" in refusal(
+        tmp_path, with_value("draft", draft | option)
+    )
+    recipe = Recipe.model_validate(with_value("draft", draft))
+    model = SimpleNamespace(num_experts=3, moe_layers=(1, 2))
+    assert recipe.draft.widths(model) == ((0, 0, 0), (0, 0, 0))  # type: ignore[arg-type]
 
 
 def test_min_tokens_is_refused_where_it_has_no_effect(tmp_path: Path) -> None:
