@@ -261,7 +261,9 @@ def test_greedy_tokens_through_a_bundle_equal_transformers(tmp_path: Path, case:
         memory = session.memory
     prompt = list(b"def main(")
     scarce = RuntimeConfig(  # two slots more than one token's experts in a layer
-        memory_budget_bytes=memory.used_bytes - (memory.num_slots - 4) * memory.slot_bytes
+        memory_budget_bytes=memory.used_bytes - (memory.num_slots - 4) * memory.slot_bytes,
+        num_draft_tokens=4,
+        bound_by_slots=False,
     )
     with Session.open(tmp_path / "bundle", scarce) as session:
         tokens = list(session.generate_ids(prompt, GREEDY_TOKENS, stop_at_eos=False))

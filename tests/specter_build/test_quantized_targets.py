@@ -221,7 +221,9 @@ def test_a_bundle_keeps_the_bytes_and_decodes_transformers_greedy_tokens(
     with Session.open(tmp_path / "bundle") as session:
         memory = session.memory
     scarce = RuntimeConfig(
-        memory_budget_bytes=memory.used_bytes - (memory.num_slots - 4) * memory.slot_bytes
+        memory_budget_bytes=memory.used_bytes - (memory.num_slots - 4) * memory.slot_bytes,
+        num_draft_tokens=4,
+        bound_by_slots=False,
     )
     with Session.open(tmp_path / "bundle", scarce) as session:
         tokens = list(session.generate_ids(prompt, GREEDY_TOKENS, stop_at_eos=False))
