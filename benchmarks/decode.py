@@ -83,9 +83,7 @@ def main(
     arms = [
         Arm(
             name,
-            RuntimeConfig(
-                budget, num_draft_tokens=tokens, num_threads=threads, predict_next_layer=False
-            ),
+            RuntimeConfig(budget, num_draft_tokens=tokens, num_threads=threads),
         )
         for name, tokens in (("lru", 0), ("specter", k))
     ]

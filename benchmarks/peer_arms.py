@@ -38,7 +38,6 @@ ON_DEMAND = {
     "num_draft_tokens": 0,
     "eviction": "lru",
     "overlap": False,
-    "predict_next_layer": False,
 }
 AHEAD = {"overlap": True, "predict_next_layer": True}
 ARMS = (
@@ -53,7 +52,6 @@ ABLATIONS = (
     Arm("plain LRU", "specter", "packed", {"eviction": "lru"}),
     Arm("no overlap", "specter", "packed", {"overlap": False}),
     Arm("next layer's router on", "specter", "packed", {"predict_next_layer": True}),
-    Arm("next layer's router off", "specter", "packed", {"predict_next_layer": False}),
     Arm("no draft", "specter", "packed", {"num_draft_tokens": 0}),
     Arm("no draft stop", "specter", "packed", {"draft_stop": False}),
     Arm("torch's kernels", "specter", "packed", environment={"SPECTER_KERNELS": "torch"}),

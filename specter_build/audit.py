@@ -71,7 +71,6 @@ def _decode_bundle(
     config = RuntimeConfig(
         max_context_tokens=len(prompt_ids) + num_tokens,
         num_draft_tokens=bundle.plan.num_draft_tokens,
-        predict_next_layer=False,
         bound_by_slots=False,
         draft_stop=False,
     )  # nothing that depends on time, nor on how small the budget is

@@ -219,9 +219,8 @@ def test_lookahead_and_budget_do_not_change_the_text(
 @pytest.mark.parametrize(
     ("options", "ways"),
     [
-        (("--num-draft-tokens", 0), {"K = 0", "K = 0 + next layer"}),
+        (("--num-draft-tokens", 0), {"K = 0"}),
         (("--num-draft-tokens", 0, "--predict-next-layer"), {"K = 0 + next layer"}),
-        (("--num-draft-tokens", 0, "--no-predict-next-layer"), {"K = 0"}),
         (("--num-draft-tokens", 3, "--no-draft-stop"), {"K = 3"}),
         (("--no-governor",), {"K = 4"}),
     ],

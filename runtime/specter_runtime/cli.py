@@ -107,10 +107,9 @@ class DraftTokens(click.ParamType["int | None"]):
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads of computation.")
 @click.option("--prefetch/--no-prefetch", default=True, help="Move experts ahead of verification.")
 @click.option(
-    "--predict-next-layer/--no-predict-next-layer",
-    default=None,
-    help="Without draft tokens: move experts ahead by the next layer's router, always or never; "
-    "default: where it proves faster.",
+    "--predict-next-layer",
+    is_flag=True,
+    help="Without draft tokens: move experts ahead by the next layer's router.",
 )
 @click.option(
     "--draft-stop/--no-draft-stop", default=True, help="End drafts where they cease to pay."
@@ -139,7 +138,7 @@ def run(
     io_threads: int,
     threads: int | None,
     prefetch: bool,
-    predict_next_layer: bool | None,
+    predict_next_layer: bool,
     draft_stop: bool,
     governor: bool,
     verify: bool,

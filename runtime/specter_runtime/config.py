@@ -214,10 +214,9 @@ class RuntimeConfig:
         num_threads: threads of torch's operators; ``None`` leaves torch's default.
         prefetch: whether the draft's routing moves experts ahead of verification.
         predict_next_layer: whether, where there is no draft, the next layer's router moves experts
-            ahead; it shortens stalls and reads more. ``None`` lets the governor choose, if experts
-            may be moved ahead at all (``prefetch``).
-        governor: whether what is left open is decided by measured time; if not, the plan's number
-            of tokens is drafted and the next layer is not predicted.
+            ahead. It shortens stalls and reads more; measured, it loses more than it gains.
+        governor: whether the number of draft tokens, where it is left open, is decided by measured
+            time; if not, the plan's is taken.
         draft_stop: whether a greedy draft ends where a token is not worth verifying.
         bound_by_slots: whether fewer tokens are drafted than asked for where the experts of a
             window would outgrow the slots.
@@ -235,7 +234,7 @@ class RuntimeConfig:
     num_io_threads: int = 2
     num_threads: int | None = None
     prefetch: bool = True
-    predict_next_layer: bool | None = None
+    predict_next_layer: bool = False
     governor: bool = True
     draft_stop: bool = True
     bound_by_slots: bool = True

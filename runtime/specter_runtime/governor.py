@@ -4,9 +4,10 @@ Ways to run a window compete by measured seconds per committed token, not lookin
 what loses is not used. Nothing is modelled: draft time, bandwidth, hits, acceptance and whatever
 else the machine is busy with are all in that one number.
 
-    first      every way runs RUN_WINDOWS windows; those that have not lost clearly, once more
-    then       the best runs; each other one is tried again for RUN_WINDOWS windows, after a while
-               that doubles each time it loses, and quadruples each time it loses clearly
+What a token takes changes with the text, often by more than the ways differ. So a way is judged by
+the windows of the way in use around its own, and tried one window at a time, in between. How often,
+its price says: trying what is almost as fast costs next to nothing, and is done every few windows;
+what is three times as slow is tried so rarely that it makes a token slower by ``LOST_SHARE``.
 
 Called by: speculative_decoder, session.
 """
@@ -19,26 +20,29 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-RUN_WINDOWS = 3
-"""Windows that a way is tried for at a time: the least of which one may be an outlier."""
+FIRST_TRIES = 4
+"""Windows of every way at first, every other window; clear losers have only two."""
 
-FIRST_RUNS = 2
-"""Runs that every way gets at first: the first one pays for the cache that the prompt has left."""
+LEAST_INTERVAL = 5
+"""Windows from one try to the next, at least."""
 
-RECENT_WINDOWS = 16
-"""Windows that a way's cost is taken from."""
+LOST_SHARE = 0.01
+"""Of the time, at most this share is lost by trying a way, beyond the first tries."""
+
+MEMORY_TRIES = 8
+"""Tries after which an older one counts for a third."""
+
+PACE_WINDOWS = 6
+"""Windows of the way in use that say what a token takes at present."""
 
 OUTLIER = 3.0
-"""No window counts as more than so many times the median: a hiccup of the machine tells nothing."""
+"""No window counts as more than so many times what is usual: a hiccup says nothing."""
 
 CLEAR_LOSS = 1.5
-"""Times the best way's cost: more than what a few windows differ from the next few by chance."""
+"""Times the cost of the way in use: more than what windows differ by chance."""
 
-MARGIN = 0.1
+MARGIN = 0.03
 """By how much another way must be cheaper than the one in use to take its place."""
-
-EXPLORED_SHARE = 0.02
-"""Of all windows but the first, at most this share is spent on trying again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,43 +65,66 @@ class Lookahead:
 
 
 def lookaheads(
-    num_draft_tokens: int, predict_next_layer: bool | None, *, governs_draft: bool
+    num_draft_tokens: int, *, predicts_next_layer: bool, governs_draft: bool
 ) -> list[Lookahead]:
     """The ways that are open, plain ones first.
 
     Args:
-        num_draft_tokens: how many are drafted ...
-        predict_next_layer: whether to, where nothing is; None leaves it open.
-        governs_draft: ... or none, if that is left open.
+        num_draft_tokens: how many are drafted.
+        predicts_next_layer: where nothing is. Not left open: what it reads in vain is paid for by
+            the windows behind its own, so that its windows by themselves look better than it is.
+        governs_draft: whether drafting none is open too.
     """
-    ways = [Lookahead(num_draft_tokens, bool(predict_next_layer))] if num_draft_tokens else []
-    if governs_draft or not num_draft_tokens:
-        predictions = (False, True) if predict_next_layer is None else (predict_next_layer,)
-        ways = [*(Lookahead(0, prediction) for prediction in predictions), *ways]
-    return ways
+    counts = (0, num_draft_tokens) if governs_draft and num_draft_tokens else (num_draft_tokens,)
+    return [Lookahead(count, predicts_next_layer) for count in counts]
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one way.
+    """What is known of a way that is not in use, in units of what a token takes in the one that is.
 
     Attributes:
-        windows: seconds and committed tokens of the last ones.
-        num_runs: how often it was tried.
-        interval: windows from its last try to the next.
-        due: window at which it is to be tried again.
+        num_tries: how often it was tried, as far as it counts.
+        last_try: window of the last try.
+        cost: decayed mean of what a window takes.
+        num_tokens: decayed mean of what a window commits.
     """
 
-    windows: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RECENT_WINDOWS))
-    num_runs: int = 0
-    interval: int = 0
-    due: int = 0
+    num_tries: int = 0
+    last_try: int = 0
+    cost: float = 0.0
+    num_tokens: float = 0.0
 
     @property
-    def cost(self) -> float:
-        """Seconds per committed token; infinite if it was not tried."""
-        if not self.windows:
-            return math.inf
+    def ratio(self) -> float:
+        """Cost of a token; 1 if it was not tried."""
+        return self.cost / self.num_tokens if self.num_tries else 1.0
+
+    @property
+    def interval(self) -> int:
+        """Windows from one try to the next: what it loses is ``LOST_SHARE`` of their time."""
+        lost = (self.ratio - 1) * max(self.num_tokens, 1.0)
+        return max(LEAST_INTERVAL, math.ceil(lost / LOST_SHARE))
+
+    def observe(self, cost: float, num_tokens: int) -> None:
+        """Learn from a try."""
+        if self.num_tries >= 2:
+            cost = min(cost, OUTLIER * self.cost)
+        self.num_tries += 1
+        share = 1 / min(self.num_tries, MEMORY_TRIES)
+        self.cost += share * (cost - self.cost)
+        self.num_tokens += share * (num_tokens - self.num_tokens)
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Seconds and committed tokens of the last windows of the way in use."""
+
+    windows: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=PACE_WINDOWS))
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What a token takes at present."""
         most = OUTLIER * statistics.median(seconds for seconds, _ in self.windows)
         seconds = sum(min(seconds, most) for seconds, _ in self.windows)
         return seconds / sum(num_tokens for _, num_tokens in self.windows)
@@ -107,63 +134,47 @@ class Governor:
     """Chooses a way for each window and is told what it took."""
 
     def __init__(self, ways: Sequence[Lookahead]) -> None:
-        """Choose among ``ways``; they are tried in this order. One alone is always chosen."""
-        self._records = {way: _Record() for way in ways}
+        """Choose among ``ways``; the first is in use at first. One alone is always chosen."""
         self._best = ways[0]
-        self._trying = ways[0]
-        self._num_left_to_try = RUN_WINDOWS
+        self._others = {way: _Record() for way in ways[1:]}
+        self._pace = _Pace()
         self._now = 0
-        self._least_interval = math.ceil(RUN_WINDOWS * (len(ways) - 1) / EXPLORED_SHARE)
+        self._last_try = 0
 
     def choose(self) -> Lookahead:
         """The way to run the next window."""
-        return self._trying if self._num_left_to_try else self._best
+        if not self._pace.windows or self._last_try == self._now:  # there must be a measure
+            return self._best
+        young = [
+            way
+            for way, record in self._others.items()
+            if record.num_tries < (2 if record.ratio > CLEAR_LOSS else FIRST_TRIES)
+        ]
+        if young:
+            return min(young, key=lambda way: self._others[way].num_tries)
+        wait = {way: self._now + 1 - r.last_try - r.interval for way, r in self._others.items()}
+        longest = max(wait, key=wait.__getitem__, default=self._best)
+        return longest if wait.get(longest, -1) >= 0 else self._best
 
     def observe(self, way: Lookahead, seconds: float, num_tokens: int) -> None:
         """Learn what a window took that ran in this way, and how many tokens it committed."""
-        record = self._records[way]
-        record.windows.append((seconds, num_tokens))
         self._now += 1
-        if self._num_left_to_try and way == self._trying:
-            self._num_left_to_try -= 1
-            if not self._num_left_to_try:
-                self._end_run(record)
-        if not self._num_left_to_try:
-            self._let_the_best_take_over()
-            self._begin_run()
+        if way == self._best:
+            self._pace.windows.append((seconds, num_tokens))
+            return
+        record = self._others[way]
+        record.observe(seconds / self._pace.seconds_per_token, num_tokens)
+        record.last_try = self._last_try = self._now
+        if record.num_tries >= FIRST_TRIES and record.ratio < 1 - MARGIN:
+            self._use(way, seconds, num_tokens)
 
-    def _end_run(self, record: _Record) -> None:
-        """Say when the way that was tried is due again."""
-        record.num_runs += 1
-        least = min(other.cost for other in self._records.values())
-        has_lost_clearly = record.cost > CLEAR_LOSS * least
-        if record.num_runs > FIRST_RUNS:
-            record.interval *= 4 if has_lost_clearly else 2
-        elif record.num_runs == FIRST_RUNS or has_lost_clearly:
-            record.num_runs = FIRST_RUNS
-            record.interval = self._least_interval
-        record.due = self._now + record.interval
-
-    def _let_the_best_take_over(self) -> None:
-        """Use the cheapest way; the one that it replaces is due after the least interval."""
-        costs = {way: record.cost for way, record in self._records.items()}
-        cheapest = min(costs, key=costs.__getitem__)
-        if costs[cheapest] < (1 - MARGIN) * costs[self._best]:
-            replaced = self._records[self._best]
-            if replaced.num_runs >= FIRST_RUNS:
-                replaced.interval = self._least_interval
-                replaced.due = self._now + replaced.interval
-            self._best = cheapest
-
-    def _begin_run(self) -> None:
-        """Try what is due; of several, what has been tried least."""
-        due = [
-            way
-            for way, record in self._records.items()
-            if record.due <= self._now and (way != self._best or record.num_runs < FIRST_RUNS)
-        ]
-        if due:
-            self._trying = min(due, key=lambda way: self._records[way].num_runs)
-            self._num_left_to_try = RUN_WINDOWS
-            if self._records[self._trying].num_runs >= FIRST_RUNS:
-                self._records[self._trying].windows.clear()  # how it was is not how it is
+    def _use(self, way: Lookahead, seconds: float, num_tokens: int) -> None:
+        """Use another way; what is known of the rest is known in units of the old one's pace."""
+        ratio = self._others.pop(way).ratio
+        for record in self._others.values():
+            record.cost /= ratio
+        usual = statistics.mean(tokens for _, tokens in self._pace.windows)
+        self._others[self._best] = _Record(FIRST_TRIES, self._now, usual / ratio, usual)
+        self._best = way
+        self._pace.windows.clear()
+        self._pace.windows.append((seconds, num_tokens))

@@ -137,9 +137,9 @@ class Session:
         except BaseException:
             cache.close()
             raise
-        predict = _predict_next_layer(config)
+        predict = config.predict_next_layer
         prefetcher = None
-        if config.prefetch if drafting.num_tokens else predict is not False:
+        if config.prefetch if drafting.num_tokens else predict:
             reserve = min(memory.num_slots - 1, model_config.num_experts_per_tok)
             prefetcher = Prefetcher(
                 cache, (memory.num_slots - reserve) * store.slot_bytes, store.slot_bytes
@@ -161,12 +161,18 @@ class Session:
             _prefetcher=prefetcher,
             _draft_stop=config.draft_stop,
             _greedy_governor=Governor(
-                lookaheads(drafting.num_tokens, predict, governs_draft=drafting.is_governed)
+                lookaheads(
+                    drafting.num_tokens,
+                    predicts_next_layer=predict,
+                    governs_draft=drafting.is_governed,
+                )
             ),
             # The text of a seed depends on the number of draft tokens: it stays what it was set to.
             _sampling_governor=Governor(
                 lookaheads(
-                    drafting.num_planned_tokens if stand_ins else 0, predict, governs_draft=False
+                    drafting.num_planned_tokens if stand_ins else 0,
+                    predicts_next_layer=predict,
+                    governs_draft=False,
                 )
             ),
         )
@@ -408,10 +414,3 @@ def _resolve(plan: Plan, config: RuntimeConfig) -> tuple[str, int]:
     context = config.max_context_tokens
     context = plan.max_context_tokens if context is None else context
     return config.dtype or plan.dtype, context
-
-
-def _predict_next_layer(config: RuntimeConfig) -> bool | None:
-    """Whether the next layer's router predicts; None if that is governed."""
-    if config.predict_next_layer is None and not (config.governor and config.prefetch):
-        return False
-    return config.predict_next_layer

@@ -10,9 +10,10 @@ from itertools import pairwise
 import pytest
 
 from specter_runtime.governor import (
-    EXPLORED_SHARE,
-    FIRST_RUNS,
-    RUN_WINDOWS,
+    FIRST_TRIES,
+    LEAST_INTERVAL,
+    LOST_SHARE,
+    MEMORY_TRIES,
     Governor,
     Lookahead,
     lookaheads,
@@ -20,8 +21,8 @@ from specter_runtime.governor import (
 
 PLAIN, PREDICTS, DRAFTS = Lookahead(0), Lookahead(0, predicts_next_layer=True), Lookahead(4)
 WAYS = [PLAIN, PREDICTS, DRAFTS]
-FIRST_WINDOWS = RUN_WINDOWS * FIRST_RUNS * len(WAYS)
-"""At most: clear losers have only one run."""
+FIRST_WINDOWS = 4 * FIRST_TRIES * len(WAYS)
+"""By then every way was tried, beside the one in use, whatever took its place underway."""
 
 Times = Callable[[int, Lookahead], tuple[float, int]]
 
@@ -31,77 +32,69 @@ def steady(costs: Mapping[Lookahead, float], num_tokens: int = 2) -> Times:
     return lambda window, way: (costs[way] * num_tokens, num_tokens)
 
 
-def run(governor: Governor, times: Times, num_windows: int, first: int = 0) -> list[Lookahead]:
+def run(governor: Governor, times: Times, num_windows: int) -> list[Lookahead]:
     chosen = []
-    for window in range(first, first + num_windows):
+    for window in range(num_windows):
         chosen.append(governor.choose())
         governor.observe(chosen[-1], *times(window, chosen[-1]))
     return chosen
 
 
 @pytest.mark.parametrize("best", WAYS, ids=str)
-@pytest.mark.parametrize("factor", [1.2, 1.6, 10.0])
-def test_the_cheapest_way_is_found_and_the_others_cost_next_to_nothing(
+@pytest.mark.parametrize("factor", [1.05, 1.2, 1.6, 10.0])
+def test_the_cheapest_way_is_found_and_trying_others_costs_next_to_nothing(
     best: Lookahead, factor: float
 ) -> None:
-    """Behind the first windows, at no time more than the share that may be spent on others."""
     costs = {way: 1.0 if way == best else factor for way in WAYS}
     chosen = run(Governor(WAYS), steady(costs), 5000)
     later = chosen[FIRST_WINDOWS:]
-    others = 0
-    for i, way in enumerate(later):
-        others += way != best
-        assert others <= EXPLORED_SHARE * (i + 1) + RUN_WINDOWS * (len(WAYS) - 1)
-    assert others < EXPLORED_SHARE * len(later)
+    lost = sum(costs[way] - 1.0 for way in later) / len(later)
+    # Each other way loses LOST_SHARE of the time in use; one more try of each is not yet paid for.
+    assert lost <= (len(WAYS) - 1) * (LOST_SHARE + factor / len(later))
+    assert Counter(later).most_common(1)[0][0] == best
     assert {*chosen} == {*WAYS}
 
 
-def test_every_way_is_tried_twice_at_first_but_clear_losers_once() -> None:
+def test_at_first_every_other_window_tries_another_way_and_clear_losers_twice() -> None:
     costs = {PLAIN: 1.0, PREDICTS: 1.1, DRAFTS: 2.0}
-    chosen = run(Governor(WAYS), steady(costs), 40)
-    order = [PLAIN] * 3 + [PREDICTS] * 3 + [DRAFTS] * 3 + [PLAIN] * 3 + [PREDICTS] * 3
-    assert chosen == order + [PLAIN] * (40 - len(order))
+    chosen = run(Governor(WAYS), steady(costs), 13)
+    tries = [PREDICTS, DRAFTS, PREDICTS, DRAFTS, PREDICTS, PREDICTS]
+    assert chosen == [PLAIN, *(way for attempt in tries for way in (attempt, PLAIN))]
 
 
-def retries(chosen: list[Lookahead], way: Lookahead) -> list[int]:
-    """Windows at which runs of a way begin."""
-    pairs = zip([None, *chosen], chosen, strict=False)
-    return [i for i, (before, now) in enumerate(pairs) if now == way != before]
-
-
-@pytest.mark.parametrize(("factor", "growth"), [(1.3, 2), (3.0, 4)])
-def test_the_longer_a_way_loses_the_longer_it_rests(factor: float, growth: int) -> None:
-    ways = [PLAIN, DRAFTS]
-    chosen = run(Governor(ways), steady({PLAIN: 1.0, DRAFTS: factor}), 20_000)
-    begun = [i for i in retries(chosen, DRAFTS) if i >= FIRST_WINDOWS]
-    least = RUN_WINDOWS / EXPLORED_SHARE
-    rests = [later - earlier - RUN_WINDOWS for earlier, later in pairwise(begun)]
-    assert rests == [least * growth**n for n in range(1, len(rests) + 1)]
-    assert len(rests) >= 2
+@pytest.mark.parametrize(("factor", "rest"), [(1.001, LEAST_INTERVAL), (1.2, 20), (3.0, 200)])
+def test_the_more_a_way_loses_the_longer_it_rests(factor: float, rest: int) -> None:
+    """From try to try; one more window where ``factor - 1`` rounds up."""
+    chosen = run(Governor([PLAIN, DRAFTS]), steady({PLAIN: 1.0, DRAFTS: factor}, 1), 3000)
+    tried = [i for i, way in enumerate(chosen) if way == DRAFTS and i > FIRST_WINDOWS]
+    assert len(tried) > 10
+    assert {later - earlier for earlier, later in pairwise(tried)} <= {rest, rest + 1}
 
 
 def test_cost_is_time_per_committed_token_and_not_per_window() -> None:
     """Windows of a draft take three times as long and commit 1 or 7 tokens: 4 on average."""
+    seen: Counter[Lookahead] = Counter()
 
     def times(window: int, way: Lookahead) -> tuple[float, int]:
-        return (3.0, 1 + 6 * (window % 2)) if way == DRAFTS else (1.0, 1)
+        seen[way] += 1
+        return (3.0, 1 + 6 * (seen[way] % 2)) if way == DRAFTS else (1.0, 1)
 
-    chosen = run(Governor([PLAIN, DRAFTS]), times, 100)
-    assert set(chosen[2 * RUN_WINDOWS * FIRST_RUNS :]) == {DRAFTS}
+    chosen = run(Governor([PLAIN, DRAFTS]), times, 200)
+    assert Counter(chosen[-100:])[DRAFTS] >= 75
 
 
-def test_one_outlier_in_a_run_does_not_decide() -> None:
-    """The better way's second window takes a hundred times as long, as if the machine had slept."""
+def test_one_outlier_does_not_decide() -> None:
+    """The better way's third window takes a hundred times as long, as if the machine had slept."""
     seen: Counter[Lookahead] = Counter()
 
     def times(window: int, way: Lookahead) -> tuple[float, int]:
         seen[way] += 1
         if way == PLAIN:
             return 1.5, 1
-        return 100.0 if seen[way] == 2 else 1.0, 1
+        return 100.0 if seen[way] == 3 else 1.0, 1
 
     chosen = run(Governor([PLAIN, DRAFTS]), times, 140)
-    assert set(chosen[-50:]) == {DRAFTS}
+    assert Counter(chosen[-50:])[DRAFTS] >= 40
 
 
 def test_an_outlier_of_the_way_in_use_does_not_topple_it() -> None:
@@ -110,33 +103,39 @@ def test_an_outlier_of_the_way_in_use_does_not_topple_it() -> None:
     run(governor, times, 60)
     for _ in range(3):
         governor.observe(PLAIN, 500.0, 2)
-        assert set(run(governor, times, 9)) == {PLAIN}
+        assert Counter(run(governor, times, 40))[PLAIN] >= 36
 
 
-def test_when_what_is_used_becomes_slow_another_takes_over() -> None:
+def test_what_all_ways_share_topples_none() -> None:
+    """A text of which every token takes longer, and longer still, whatever is done."""
+
+    def times(window: int, way: Lookahead) -> tuple[float, int]:
+        pace = 1.0 + window / 50 + 2 * (window > 150)
+        return pace * {PLAIN: 1.0, PREDICTS: 1.15, DRAFTS: 1.2}[way], 1
+
+    chosen = run(Governor(WAYS), times, 400)
+    assert Counter(chosen[FIRST_WINDOWS:])[PLAIN] >= 0.8 * (400 - FIRST_WINDOWS)
+    assert Counter(chosen[-20:])[PLAIN] >= 16
+
+
+@pytest.mark.parametrize("fast", [0.5, 0.8])
+def test_another_way_takes_over_when_it_has_become_the_cheaper_one(fast: float) -> None:
     governor = Governor(WAYS)
-    before = run(governor, steady({PLAIN: 1.0, PREDICTS: 2.0, DRAFTS: 1.2}), 100)
-    assert before[-1] == PLAIN
-    after = run(governor, steady({PLAIN: 2.0, PREDICTS: 2.0, DRAFTS: 1.2}), 30)
-    assert set(after[-10:]) == {DRAFTS}
+    before = run(governor, steady({PLAIN: 1.0, PREDICTS: 1.1, DRAFTS: 1.2}), 100)
+    assert Counter(before[-20:])[PLAIN] >= 14
+    rest = int((1.2 - 1.0) * 2 / LOST_SHARE) + 1
+    after = run(governor, steady({PLAIN: 1.0, PREDICTS: 1.1, DRAFTS: fast}), rest * MEMORY_TRIES)
+    assert Counter(after[-20:])[DRAFTS] >= 12
 
 
-def test_when_another_becomes_fast_it_is_found_at_its_next_try() -> None:
-    governor = Governor(WAYS)
-    run(governor, steady({PLAIN: 1.0, PREDICTS: 1.2, DRAFTS: 3.0}), 100)
-    least = int(RUN_WINDOWS * (len(WAYS) - 1) / EXPLORED_SHARE)
-    after = run(governor, steady({PLAIN: 1.0, PREDICTS: 1.2, DRAFTS: 0.5}), least)
-    assert after[-1] == DRAFTS
-
-
-def test_ways_that_differ_by_less_than_the_margin_do_not_alternate() -> None:
+def test_ways_that_differ_by_chance_only_do_not_alternate() -> None:
     noise = random.Random(1)
 
     def times(window: int, way: Lookahead) -> tuple[float, int]:
         return noise.uniform(0.97, 1.03), 1
 
-    chosen = run(Governor(WAYS), times, 2000)
-    assert set(chosen[FIRST_WINDOWS : FIRST_WINDOWS + 200]) == {PLAIN}
+    chosen = run(Governor(WAYS), times, 1000)
+    assert Counter(chosen)[PLAIN] > 550  # of five windows at most two try the others
 
 
 def test_a_single_way_is_always_chosen() -> None:
@@ -154,20 +153,19 @@ def test_equal_times_make_equal_choices() -> None:
     ("num_draft_tokens", "predict", "governs_draft", "expected"),
     [
         (0, False, False, [PLAIN]),
+        (0, False, True, [PLAIN]),
         (0, True, True, [PREDICTS]),
-        (0, None, False, [PLAIN, PREDICTS]),
-        (4, None, False, [DRAFTS]),
-        (4, True, False, [Lookahead(4, predicts_next_layer=True)]),
+        (4, False, False, [DRAFTS]),
         (4, False, True, [PLAIN, DRAFTS]),
         (4, True, True, [PREDICTS, Lookahead(4, predicts_next_layer=True)]),
-        (4, None, True, WAYS),
-        (1, None, True, [PLAIN, PREDICTS, Lookahead(1)]),
+        (1, False, True, [PLAIN, Lookahead(1)]),
     ],
 )
 def test_open_ways(
-    num_draft_tokens: int, predict: bool | None, governs_draft: bool, expected: list[Lookahead]
+    num_draft_tokens: int, predict: bool, governs_draft: bool, expected: list[Lookahead]
 ) -> None:
-    assert lookaheads(num_draft_tokens, predict, governs_draft=governs_draft) == expected
+    found = lookaheads(num_draft_tokens, predicts_next_layer=predict, governs_draft=governs_draft)
+    assert found == expected
 
 
 def test_ways_have_names_of_their_own() -> None:

@@ -496,9 +496,9 @@ def test_greedy_tokens_do_not_depend_on_what_the_governor_chooses(
         : len(governor.observed)
     ]
     if script == "plain wins":
-        assert counts["K = 4"] == counts["K = 0 + next layer"] == 3
+        assert counts["K = 4"] == counts["K = 0 + next layer"] == 2
     if script == "the draft wins" and draft == "the target itself":
-        assert counts["K = 0"] == counts["K = 0 + next layer"] == 6  # tried before it was known
+        assert counts["K = 4"] > counts["K = 0"] + counts["K = 0 + next layer"]
 
 
 def greedy_tokens_of(target: OpenModel, num_tokens: int) -> Iterator[int]:

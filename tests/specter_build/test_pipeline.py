@@ -156,7 +156,7 @@ def test_without_stand_ins_the_draft_is_profiled_over_each_layers_hottest_expert
     rates = result.report["recall"]["mean"], result.report["acceptance"]["rate"]
     assert (rates == (1.0, 1.0)) == (num_slots == 24)
     with Session.open(output) as session:
-        plain = RuntimeConfig(num_draft_tokens=0, predict_next_layer=False)
+        plain = RuntimeConfig(num_draft_tokens=0)
         tokens = list(session.generate_ids(list(b"def "), 40, stop_at_eos=False))
     with Session.open(output, plain) as session:
         assert list(session.generate_ids(list(b"def "), 40, stop_at_eos=False)) == tokens
