@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specter_runtime import packed_bf16
+from specter_runtime import kernels, packed_bf16
 from specter_runtime.config import ExpertNumbers, ModelConfig
 from specter_runtime.experts import (
     ExpertWeights,
     PackedWeights,
+    escapes_start,
     expert_nbytes,
     pack_expert,
     packed_nbytes,
@@ -129,7 +130,7 @@ def test_a_shard_is_seen_as_it_was_packed(expert: tuple[ModelConfig, ExpertWeigh
         assert bits_of(tensor) == bits_of(weights.tensors()[role])
 
 
-@pytest.mark.parametrize(
+DAMAGES = pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda p: p.up_proj.escape_starts.fill_(-5), "are needed"),
@@ -137,9 +138,16 @@ def test_a_shard_is_seen_as_it_was_packed(expert: tuple[ModelConfig, ExpertWeigh
         (lambda p: p.up_proj.escape_starts[-1:].fill_(1 << 30), "are needed"),
         (lambda p: p.up_proj.escapes.fill_(4000), "outside the matrix"),
         (lambda p: p.up_proj.escapes.fill_(-1), "outside the matrix"),
+        (lambda p: p.up_proj.escapes.fill_(0), "not in order"),
     ],
-    ids=["negative starts", "starts out of order", "too many escapes", "column", "all ones"],
+    ids=[
+        *("negative starts", "starts out of order", "too many escapes", "column", "all ones"),
+        "columns of a row out of order",
+    ],
 )
+
+
+@DAMAGES
 def test_damaged_shards_are_refused(
     expert: tuple[ModelConfig, ExpertWeights], damage: object, message: str
 ) -> None:
@@ -149,6 +157,24 @@ def test_damaged_shards_are_refused(
     damage(packed)
     with pytest.raises(ValueError, match=message):
         view_expert(as_shard(packed), config, NUMBERS, "packed")
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="built without a C++ compiler")
+@DAMAGES
+def test_damage_in_a_slot_that_was_read_into_again_is_refused(
+    expert: tuple[ModelConfig, ExpertWeights], damage: object, message: str
+) -> None:
+    config, weights = expert
+    slot = as_shard(pack_expert(weights))
+    seen = kernels.prepare(view_expert(slot, config, NUMBERS, "packed"))
+    assert isinstance(seen, kernels.NativeExpert)
+    seen.locate_escapes(slot, escapes_start(config))
+    packed = pack_expert(weights)
+    assert callable(damage)
+    damage(packed)
+    slot.copy_(as_shard(packed))
+    with pytest.raises(ValueError, match=f"{message}|not in order"):
+        seen.locate_escapes(slot, escapes_start(config))
 
 
 def test_truncated_shards_are_refused(expert: tuple[ModelConfig, ExpertWeights]) -> None:
