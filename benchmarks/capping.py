@@ -50,7 +50,7 @@ def run_capped(
         except subprocess.TimeoutExpired:
             found = {"failure": f"not done after {timeout_seconds:.0f} s"}
         else:
-            if process.returncode == 0:
+            if process.returncode == 0 and output:
                 found = json.loads(output.splitlines()[-1])
             elif was_out_of_memory(group):
                 found = {"failure": "out of memory"}

@@ -80,13 +80,9 @@ def main(
     plan = load_bundle(bundle).plan
     budget = plan.memory_budget_bytes if memory_budget is None else parse_bytes(memory_budget)
     k = plan.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-    arms = [
-        Arm(
-            name,
-            RuntimeConfig(budget, num_draft_tokens=tokens, num_threads=threads),
-        )
-        for name, tokens in (("lru", 0), ("specter", k))
-    ]
+    plain = RuntimeConfig(budget, num_draft_tokens=0, num_threads=threads, eviction="lru")
+    drafts = RuntimeConfig(budget, num_draft_tokens=k, num_threads=threads, bound_by_slots=False)
+    arms = [Arm("lru", plain), Arm("specter", drafts)]
     texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()][:num_prompts]
     outputs: dict[str, list[list[int]]] = {}
     for repeat in range(repeats):

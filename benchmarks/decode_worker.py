@@ -49,7 +49,12 @@ def specter(job: Job) -> Iterator[tuple[Decode, Measured]]:
     budget = ROOMY
     if job["cap_bytes"] is not None:
         budget = job["cap_bytes"] - group_bytes() - MARGIN_BYTES
-    config = RuntimeConfig(budget, max_context_tokens=MAX_CONTEXT_TOKENS, **job["options"])
+    config = RuntimeConfig(
+        budget,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        num_threads=job["num_threads"],
+        **job["options"],
+    )
     with Session.open(Path(job["model"]), config) as session:
 
         def decode(ids: list[int]) -> Measured:

@@ -1,7 +1,8 @@
 """Step: decide slots, initial residents and the number of draft tokens for a budget. Pure.
 
 The prediction is a roofline over a replay of the recorded routes: bytes over the link by a cache
-of the planned size that evicts as the runtime does, computation at memory speed. It ranks numbers
+of the planned size that evicts as the runtime does (but knows only who was chosen, not how nearly
+others were), computation at memory speed. It ranks numbers
 of draft tokens; it does not pretend to milliseconds.
 
 Called by: pipeline.  Next: specter_runtime.memory.

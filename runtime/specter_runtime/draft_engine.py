@@ -82,7 +82,7 @@ class Drafter(Protocol):
 
 
 class ResidentDraft:
-    """The draft's provider: what the cache holds in full, stand-ins for the rest.
+    """What the cache holds in full, stand-ins for the rest.
 
     Without stand-ins it costs no memory. What it hands out depends on the state of the cache, hence
     on the timing of reads: it is for greedy decoding, whose output no draft can change.

@@ -151,7 +151,7 @@ class ExpertCache:
         try:
             while ready or waiting:
                 if not ready or not self._overlap:
-                    ready += self._await(waiting)
+                    ready += self._await(waiting, len(ready))
                 yield [(key.expert, weights) for key, weights in ready]
                 done = [key for key, _ in ready]
                 self._unpin(done)
@@ -173,7 +173,8 @@ class ExpertCache:
             for key in self._due.pop(routing.layer, ()):
                 self._next_use[key] = UNKNOWN
                 load = self._loads.get(key)
-                if load is not None and not load.in_flight and key not in wanted:
+                is_idle = load is not None and load.kind == "prefetch" and not load.in_flight
+                if is_idle and key not in wanted:
                     del self._loads[key]  # was foreseen wrongly; its place in the heap is skipped
             for key in keys:
                 self._pins[key] += 1
@@ -207,14 +208,16 @@ class ExpertCache:
         self._demands.append(key)
         self._work_queued.notify()
 
-    def _await(self, waiting: set[ExpertKey]) -> list[tuple[ExpertKey, Expert]]:
+    def _await(self, waiting: set[ExpertKey], num_ready: int) -> list[tuple[ExpertKey, Expert]]:
         """Block until some of the experts are resident; an overdue one is read right here.
 
-        Without overlap, until all are, if there are slots for them.
+        Without overlap, until all are, if there are slots for them beside those that are ready.
         """
         started = time.perf_counter()
         deadline = started + self._load_timeout_seconds
-        num_awaited = 1 if self._overlap or len(waiting) > self.num_slots else len(waiting)
+        num_awaited = len(waiting)
+        if self._overlap or num_ready + num_awaited > self.num_slots:
+            num_awaited = min(1, num_awaited)
         try:
             with self._lock:
                 while True:
@@ -261,7 +264,7 @@ class ExpertCache:
                 self._pins[key] -= 1
                 self._evictable[key] = key in self._resident and not self._pins[key]
             if self._demands or self._prefetches:  # they may have been waiting for a slot
-                self._work_queued.notify()
+                self._work_queued.notify_all()
 
     # ---- the foreground: what is there ------------------------------------------------------
 

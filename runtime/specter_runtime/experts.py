@@ -1,7 +1,8 @@
 """Routed experts as values: their key, their weights, and who hands them to the model.
 
-Two providers exist beside the cache (``expert_cache.ExpertCache``): ``ResidentExperts`` holds
-full-precision weights in memory (building, profiling, tests), ``PackedExperts`` is the draft.
+Two providers of what is in memory stand here: ``ResidentExperts`` holds full-precision weights
+(building, profiling, tests), ``PackedExperts`` stand-ins (drafts that must not depend on a cache).
+The target's is ``expert_cache.ExpertCache``, a greedy draft's ``draft_engine.ResidentDraft``.
 
 Called by: moe (through ``ExpertProvider``).  Next: packed, scaled.
 """
@@ -257,7 +258,7 @@ class ResidentExperts:
 
 
 class PackedExperts:
-    """The draft's provider: stand-ins at any bit width; experts without one are left out."""
+    """Stand-ins at any bit width; experts without one are left out."""
 
     def __init__(self, packed: Mapping[ExpertKey, Expert]) -> None:
         self._packed = packed

@@ -71,8 +71,9 @@ def lookaheads(
 
     Args:
         num_draft_tokens: how many are drafted.
-        predicts_next_layer: where nothing is. Not left open: what it reads in vain is paid for by
-            the windows behind its own, so that its windows by themselves look better than it is.
+        predicts_next_layer: whether the next layer's router predicts in plain windows. It is not
+            left open: what it reads in vain is paid for by the windows behind its own, so that
+            these by themselves look better than it is.
         governs_draft: whether drafting none is open too.
     """
     counts = (0, num_draft_tokens) if governs_draft and num_draft_tokens else (num_draft_tokens,)

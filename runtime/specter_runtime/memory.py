@@ -162,9 +162,9 @@ def buffer_nbytes(
 
     The largest of two moments. A prompt chunk of T rows: hidden states, their norm, the float32 sum
     of experts and its rounded copy (4 D wide), queries, keys and values twice (before and after
-    rotation), routing, the chosen experts' outputs in float32; a mask over the context, boolean and
-    in the compute dtype (with attention sinks also float32 scores of all heads, twice); and one
-    expert's gate, up and product. A window of K + 1 rows: float32 logits and their float64
+    rotation), routing, the chosen experts' inputs, inner rows and outputs in float32; a mask over
+    the context, boolean and in the compute dtype (with attention sinks also float32 scores of all
+    heads, twice); and one expert's gate, up and product. A window of K + 1 rows: float32 logits and their float64
     probabilities, twice (draft and target), and for one row what top-k and top-p take (sorted
     values, order, sums and masks: 56 bytes a token). To either, one expert in the compute dtype: a
     stand-in and its float32 intermediate.
@@ -173,7 +173,7 @@ def buffer_nbytes(
     num_kv_heads, width = c.key_shape
     heads = c.num_attention_heads * max(width, c.head_dim) + 2 * num_kv_heads * width
     row_bytes = 4 * 4 * c.hidden_size + 2 * itemsize * heads + 8 * c.num_experts
-    row_bytes += 4 * c.hidden_size * c.num_experts_per_tok
+    row_bytes += 4 * (2 * c.hidden_size + c.moe_intermediate_size) * c.num_experts_per_tok
     widths = (c.moe_intermediate_size, c.intermediate_size or 0, c.shared_intermediate_size)
     row_bytes += 3 * itemsize * max(widths)
     seen_bytes = 1 + itemsize + (2 * 4 * c.num_attention_heads if c.attention_sinks else 0)

@@ -1,9 +1,11 @@
 """The network: one class for target and draft, which differ only in the expert provider.
 
 Rows are computed in *blocks*. A prompt is one block a chunk; tokens that are decoded or verified
-are blocks of **one row each**. Verifying K + 1 tokens therefore runs, row for row, the very calls
-that decoding them one by one runs, with the same shapes: the results are equal to the bit by
-construction, in any dtype, attention included. Only the experts are fetched once for all blocks.
+are blocks of **one row each**. Where torch computes, verifying K + 1 tokens therefore runs, row for
+row, the very calls that decoding them one by one runs, with the same shapes. The kernels compute
+each row by itself and may be given the rows of many blocks; whether they are asked depends on a
+block, not on those beside it. So the results are equal to the bit by construction, in any dtype,
+attention included. Experts are fetched once for all blocks.
 
 The model knows nothing of text, files or threads.
 
@@ -217,13 +219,10 @@ class DecoderLayer:
     def _route(self, blocks: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Routing]]:
         """What the MLP is given of each block, and the routing of each block."""
         c, t = self.config, self.tensors
-        sizes = [block.shape[0] for block in blocks]
-        if self._gate_kernel is not None and kernels.serves(blocks[0].dtype, sum(sizes)):
-            found = self._gate_kernel.compute(_join(blocks))
-            if len(sizes) == 1:
-                return [found[0]], [Routing(self.index, *found[1:])]
-            normed, *parts = (torch.split(part, sizes) for part in found)
-            return list(normed), [Routing(self.index, *own) for own in zip(*parts, strict=True)]
+        most = max(block.shape[0] for block in blocks)
+        if self._gate_kernel is not None and kernels.serves(blocks[0].dtype, most):
+            found = [self._gate_kernel.compute(block) for block in blocks]
+            return [own[0] for own in found], [Routing(self.index, *own[1:]) for own in found]
         inputs = _each(self.mlp_input, blocks)
         return inputs, [
             select_experts(

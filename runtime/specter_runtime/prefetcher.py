@@ -142,10 +142,9 @@ class Prefetcher:
         elapsed = time.perf_counter() - self._begun_seconds
         recent = self._cache.stats().since(self._stats)
         self._pace = measure_pace(recent, elapsed, self._num_predictions, self._pace)
-        self._predicted.clear()
-        self._num_predictions = 0
 
     def end_window(self) -> None:
         """Forget what was asked for; reads in flight still arrive."""
         self._cache.cancel_prefetches()
-        self._num_reads = 0
+        self._num_reads = self._num_predictions = 0
+        self._predicted.clear()

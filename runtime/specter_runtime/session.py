@@ -45,9 +45,6 @@ from specter_runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FREE_DRAFT_TOKENS = 4
-"""Tokens that may be drafted where the plan foresees none, out of what is resident anyway."""
-
 EVICTION_POLICIES: dict[Eviction, type[ReuseValues] | type[LeastRecentlyUsed]] = {
     "reuse": ReuseValues,
     "lru": LeastRecentlyUsed,
@@ -114,7 +111,7 @@ class Session:
             model = MoETransformer(
                 model_config, bundle.dense_tensors(), manifest.tensor_names, dtype
             )
-            packed = bundle.draft_experts() if drafting.num_planned_tokens else {}
+            packed = bundle.draft_experts() if drafting.num_tokens else {}
             stand_ins = {key: kernels.prepare(expert) for key, expert in packed.items()}
         tokenizer = Tokenizer(root)
         eos_token_ids = bundle.eos_token_ids() | tokenizer.eos_token_ids
@@ -137,13 +134,13 @@ class Session:
         except BaseException:
             cache.close()
             raise
-        predict = config.predict_next_layer
         prefetcher = None
-        if config.prefetch if drafting.num_tokens else predict:
+        if config.prefetch if drafting.num_tokens else config.predict_next_layer:
             reserve = min(memory.num_slots - 1, model_config.num_experts_per_tok)
             prefetcher = Prefetcher(
                 cache, (memory.num_slots - reserve) * store.slot_bytes, store.slot_bytes
             )
+        predicts = config.predict_next_layer and prefetcher is not None
         return cls(
             bundle=bundle,
             tokenizer=tokenizer,
@@ -163,15 +160,15 @@ class Session:
             _greedy_governor=Governor(
                 lookaheads(
                     drafting.num_tokens,
-                    predicts_next_layer=predict,
+                    predicts_next_layer=predicts,
                     governs_draft=drafting.is_governed,
                 )
             ),
             # The text of a seed depends on the number of draft tokens: it stays what it was set to.
             _sampling_governor=Governor(
                 lookaheads(
-                    drafting.num_planned_tokens if stand_ins else 0,
-                    predicts_next_layer=predict,
+                    drafting.num_tokens if stand_ins else 0,
+                    predicts_next_layer=predicts,
                     governs_draft=False,
                 )
             ),
@@ -310,14 +307,12 @@ class _Drafting:
     """How far a draft may run ahead, and the division of memory that goes with it.
 
     Attributes:
-        memory: with stand-ins if ``num_planned_tokens`` is not 0.
-        num_planned_tokens: as asked for or planned, within the slots.
-        num_tokens: the same, or what is drafted though nothing was planned.
+        memory: with stand-ins if ``num_tokens`` is not 0.
+        num_tokens: as asked for or planned, within the slots.
         is_governed: whether none may be drafted instead.
     """
 
     memory: MemoryUse
-    num_planned_tokens: int
     num_tokens: int
     is_governed: bool
 
@@ -360,12 +355,7 @@ def _decide_drafting(
     if wanted and not planned:
         memory = divide(0, has_stand_ins=False)
     is_governed = asked is None and config.governor
-    if not planned and is_governed:
-        for free in range(min(FREE_DRAFT_TOKENS, _bound(bundle, config, memory)), 0, -1):
-            roomier = divide(free, has_stand_ins=False)
-            if roomier.num_slots == memory.num_slots:  # the prompt's buffers are large enough
-                return _Drafting(roomier, 0, free, is_governed)
-    return _Drafting(memory, planned, planned, is_governed)
+    return _Drafting(memory, planned, is_governed)
 
 
 def _bound(bundle: Bundle, config: RuntimeConfig, memory: MemoryUse) -> int:

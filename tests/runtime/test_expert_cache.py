@@ -352,6 +352,41 @@ def test_without_overlap_nothing_comes_before_everything_is_there(
     assert consume(cache, 1, range(5)) != []  # more than there are slots: as they arrive
 
 
+def test_without_overlap_what_has_no_room_beside_residents_comes_as_it_arrives(
+    open_cache: OpenCache,
+) -> None:
+    """A, B and C do not fit two slots together, B and C alone would."""
+    cache = open_cache(2, overlap=False)
+    load(cache, A)
+    assert sorted(consume(cache, 0, [0, 1, 2])) == [0, 1, 2]
+    assert cache.stats().overdue_loads == 0
+
+
+def test_a_demand_that_is_still_queued_when_it_is_foreseen_stays_queued(
+    open_cache: OpenCache, store: ScriptedStore
+) -> None:
+    """B is demanded behind a read that hangs, and given up; then foreseen; then not needed."""
+    cache = open_cache(4)
+    store.hold(A)
+    store.fail(A, BundleError("broken"))
+    cache.prefetch(A, deadline=0)
+    wait_until(lambda: A in store.started)
+    demand = demand_of(cache, 0, [1])
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(next, demand)
+        wait_until(lambda: cache.stats().misses == 1)
+        assert not cache.prefetch(B, deadline=0)
+        other = demand_of(cache, 0, [2])
+        with ThreadPoolExecutor(1) as second:
+            second_asked = second.submit(next, other)
+            wait_until(lambda: cache.stats().misses == 2)
+            store.release()
+            assert asked.result(PATIENCE_SECONDS)[0] == 1
+            assert second_asked.result(PATIENCE_SECONDS)[0] == 2
+    assert Counter(store.started) == {A: 1, B: 1, C: 1}
+    assert cache.stats().overdue_loads == 0
+
+
 def test_io_threads_read_at_the_same_time(open_cache: OpenCache, store: ScriptedStore) -> None:
     cache = open_cache(4, num_io_threads=3)
     store.hold(A, B, C, D)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from specter_runtime import kernels
 from specter_runtime.model import MoETransformer, dense_shapes
 from tests.models import (
     OpenModel,
@@ -159,11 +160,17 @@ def test_forward_reports_the_routing_of_every_row_and_layer(tiny: OpenModel) -> 
     assert provider.asked == [(routing.layer, routing.expert_ids()) for routing in routings]
 
 
-def test_routing_does_not_depend_on_grouping(tiny: OpenModel) -> None:
-    _, together = tiny.model.forward(tokens(4), tiny.cache(4), tiny.experts, rows_per_block=1)
-    cache = tiny.cache(4)
-    for row, token in enumerate(tokens(4)):
-        _, alone = tiny.model.forward([token], cache, tiny.experts, rows_per_block=1)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [4, kernels.MAX_ROWS + 3])
+def test_routing_does_not_depend_on_grouping(
+    wide: dict[str, OpenModel], num_rows: int, dtype: str
+) -> None:
+    """Nor on whether all rows are more than the kernels take at a time."""
+    opened, row_ids = wide[dtype], tokens(num_rows)
+    model, experts, cache = opened.model, opened.experts, opened.cache(num_rows)
+    _, together = model.forward(row_ids, opened.cache(num_rows), experts, rows_per_block=1)
+    for row, token in enumerate(row_ids):
+        _, alone = model.forward([token], cache, experts, rows_per_block=1)
         for whole, part in zip(together, alone, strict=True):
             assert torch.equal(whole.selected_experts[row : row + 1], part.selected_experts)
             assert torch.equal(whole.routing_weights[row : row + 1], part.routing_weights)

@@ -374,6 +374,8 @@ def ways_of(root: Path, config: RuntimeConfig, num_tokens: int = 100) -> set[str
 
 
 PLAIN, PREDICTS = "K = 0", "K = 0 + next layer"
+ROOMY = 4 << 20
+"""A budget with slots enough for windows of five tokens."""
 
 
 @pytest.mark.parametrize(
@@ -393,25 +395,26 @@ PLAIN, PREDICTS = "K = 0", "K = 0 + next layer"
 def test_what_is_given_is_kept_and_what_is_left_open_is_governed(
     tiny_bundle: Path, options: dict[str, Any], expected: set[str]
 ) -> None:
-    assert ways_of(tiny_bundle, RuntimeConfig(**options)) == expected
+    assert ways_of(tiny_bundle, RuntimeConfig(ROOMY, **options)) == expected
 
 
-def test_where_the_plan_foresees_no_draft_one_that_costs_nothing_competes(
+def test_where_the_plan_foresees_no_draft_none_is_tried_unless_asked_for(
     bare_bundle: Path, tiny_bundle: Path, tmp_path: Path
 ) -> None:
     """Of 24 experts, windows of 2, 3, 5 tokens need 10.5, 13.9 and 18.3; stand-ins stay on disk."""
     root = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     change_file(root, PLAN_FILE, lambda p: p.update(num_draft_tokens=0))
     for bundle in (bare_bundle, root):
-        for num_slots, most in ((10, 0), (11, 1), (15, 2), (18, 3), (19, 4), (24, 4)):
-            config = with_slots(bundle, RuntimeConfig(), num_slots)
-            with Session.open(bundle, config) as session:
-                assert session.num_draft_tokens == most
-                assert session.memory.draft_bytes == 0
-                assert session.memory.num_slots == num_slots
-            with Session.open(bundle, replace(config, governor=False)) as session:
-                assert session.num_draft_tokens == 0
-    assert ways_of(bare_bundle, RuntimeConfig()) == {PLAIN, "K = 4"}
+        assert ways_of(bundle, with_slots(bundle, RuntimeConfig(), 24)) == {PLAIN}
+        with Session.open(bundle) as session:
+            assert (session.num_draft_tokens, session.memory.draft_bytes) == (0, 0)
+    for num_slots, most in ((10, 0), (11, 1), (15, 2), (18, 3), (19, 4), (24, 4)):
+        config = with_slots(bare_bundle, RuntimeConfig(num_draft_tokens=4), num_slots)
+        with Session.open(bare_bundle, config) as session:
+            assert session.num_draft_tokens == most
+            assert session.memory.draft_bytes == 0
+            assert session.memory.num_slots == num_slots
+    assert ways_of(bare_bundle, RuntimeConfig(num_draft_tokens=4)) == {"K = 4"}
 
 
 def test_more_draft_tokens_than_the_slots_allow_are_lowered_with_a_message(
@@ -445,7 +448,7 @@ def test_where_the_slots_allow_no_draft_its_memory_becomes_slots(tiny_bundle: Pa
 
 
 def test_the_governor_remembers_from_one_generation_to_the_next(
-    bare_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was tried at first is not tried again in every answer of a chat."""
     observe = Governor.observe
@@ -454,7 +457,7 @@ def test_the_governor_remembers_from_one_generation_to_the_next(
         observe(governor, way, num_tokens * (1.0 if str(way) == PLAIN else 1.4), num_tokens)
 
     monkeypatch.setattr(Governor, "observe", told)
-    with Session.open(bare_bundle) as session:
+    with Session.open(tiny_bundle, RuntimeConfig(ROOMY)) as session:
         counts = []
         for _ in range(3):
             list(session.generate_ids(PROMPT, 60, stop_at_eos=False))

@@ -1,12 +1,11 @@
-// Matrix-vector products of stored weights with 1..32 rows of activations, on the CPU.
+// What a token takes, on the CPU: products of stored weights with a few rows of activations, experts,
+// attention, routing. A plain C interface, loaded by kernels/__init__.py.
 //
-// A plain C interface, loaded by kernels/__init__.py. What holds for every function here:
-//
-// * A row of the result is reduced in one order, whatever the number of rows, the form in which the
+// * A row of a result does not depend on the rows beside it. In a product it is reduced in one order, whatever the number of rows, the form in which the
 //   weights are stored (raw or packed bfloat16) and the number of threads: column c goes to lane
 //   c % 32 of 32 partial sums, in ascending order, each step one fused multiply-add; the 32 sums are
 //   added as in `add_lanes`. Equal rows give equal bits.
-// * Activations, results and all sums are float32.
+// * Products and their sums are float32; hidden states and the cache may be bfloat16.
 //
 // Packed bfloat16 (packed_bf16.py has the same in words): a row of M weights is cut into chunks of 32
 // columns, 48 bytes each: 32 bytes of sign and fraction, then 16 bytes with two 4-bit codes each, which
@@ -642,8 +641,8 @@ void softmax(const float* logits, int count, float* out) {
   for (int i = 0; i < count; ++i) out[i] = float(out[i] / total);
 }
 
-// The places of the `num_chosen` largest values, largest first, of equals the first. Those of NaN are
-// as good as the least: there are always so many places.
+// The places of the `num_chosen` largest values, largest first, of equals the first. There are always
+// so many places, NaN or not.
 void largest(const float* values, int count, int num_chosen, int64_t* out) {
   std::vector<bool> taken(count);
   for (int k = 0; k < num_chosen; ++k) {
@@ -764,8 +763,9 @@ inline const float* load_row(const void* cache, int kind, int64_t at, int width,
 }
 
 // All query heads of one row that share a key/value head.
-inline __attribute__((always_inline)) void attend_group_body(const Attention& a, const float* queries, int group, int64_t last,
-                       const void* keys, const void* values, float* out) {
+inline __attribute__((always_inline)) void attend_group_body(
+    const Attention& a, const float* queries, int group, int64_t last, const void* keys,
+    const void* values, float* out) {
   const int width = a.head_dim, per_group = a.num_heads / a.num_kv_heads;
   const int64_t first = a.window > 0 && last + 1 > a.window ? last + 1 - a.window : 0;
   const int64_t num_seen = last + 1 - first;
