@@ -221,7 +221,10 @@ def test_lookahead_and_budget_do_not_change_the_text(
     [
         (("--num-draft-tokens", 0), {"K = 0"}),
         (("--num-draft-tokens", 0, "--predict-next-layer"), {"K = 0 + next layer"}),
-        (("--num-draft-tokens", 3, "--no-draft-stop"), {"K = 3"}),
+        (
+            ("--num-draft-tokens", 3, "--no-draft-stop", "--memory-budget", "4MiB"),
+            {"K = 3"},
+        ),
         (("--no-governor", "--memory-budget", "4MiB"), {"K = 4"}),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",

@@ -164,9 +164,9 @@ def buffer_nbytes(
     of experts and its rounded copy (4 D wide), queries, keys and values twice (before and after
     rotation), routing, the chosen experts' inputs, inner rows and outputs in float32; a mask over
     the context, boolean and in the compute dtype (with attention sinks also float32 scores of all
-    heads, twice); and one expert's gate, up and product. A window of K + 1 rows: float32 logits and their float64
-    probabilities, twice (draft and target), and for one row what top-k and top-p take (sorted
-    values, order, sums and masks: 56 bytes a token). To either, one expert in the compute dtype: a
+    heads, twice); and one expert's gate, up and product. A window of K + 1 rows: float32 logits and
+    their float64 probabilities, twice (draft and target), and for one row what top-k and top-p take
+    (sorted values, order, sums and masks: 56 bytes a token). To either, one expert in the compute dtype: a
     stand-in and its float32 intermediate.
     """
     c, itemsize = config, DTYPE_BYTES[dtype]
