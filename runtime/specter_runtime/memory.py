@@ -166,8 +166,8 @@ def buffer_nbytes(
     the context, boolean and in the compute dtype (with attention sinks also float32 scores of all
     heads, twice); and one expert's gate, up and product. A window of K + 1 rows: float32 logits and
     their float64 probabilities, twice (draft and target), and for one row what top-k and top-p take
-    (sorted values, order, sums and masks: 56 bytes a token). To either, one expert in the compute dtype: a
-    stand-in and its float32 intermediate.
+    (sorted values, order, sums and masks: 56 bytes a token). To either, one expert in the compute
+    dtype: a stand-in and its float32 intermediate.
     """
     c, itemsize = config, DTYPE_BYTES[dtype]
     num_kv_heads, width = c.key_shape
