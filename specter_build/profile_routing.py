@@ -11,7 +11,7 @@ Called by: pipeline.  Next: specter_runtime.model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -87,6 +87,8 @@ class LayerRunner:
             [layer.attention(x, 0, self._angles, self._kv_cache) for x in hidden]
         ).flatten(0, 1)
         rows, routing = layer.mlp([attended], provider)
+        if routing is not None:  # is kept to the end; what was not chosen is not
+            routing = replace(routing, router_probs=None)
         return LayerPass(rows[0].view(hidden.shape), layer.mlp_input(attended), routing)
 
     def compare_heads(

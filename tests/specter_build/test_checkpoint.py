@@ -98,10 +98,9 @@ def all_tensors(checkpoint: Checkpoint) -> Tensors:
     for layer in (None, *range(checkpoint.config.num_hidden_layers)):
         tensors |= checkpoint.dense_tensors(layer)
     for layer in checkpoint.config.moe_layers:
-        expert_ids = range(checkpoint.config.num_experts)
-        for expert, weights in checkpoint.experts(layer, expert_ids):
-            stored = weights.tensors()
-            names = checkpoint.stored_names(ExpertKey(layer, expert))
+        for expert in range(checkpoint.config.num_experts):
+            key = ExpertKey(layer, expert)
+            stored, names = checkpoint.expert(key).tensors(), checkpoint.stored_names(key)
             tensors |= {name: stored[role] for role, name in names.items()}
     return tensors
 
