@@ -326,8 +326,7 @@ def bundle_memory(
         CapacityError: the budget is too small, or the context longer than the model's.
     """
     if memory_budget_bytes is None:
-        wanted = _wanted_tokens(bundle, config)
-        return _divide(bundle, config, None, slot_bytes, wanted, has_stand_ins=wanted > 0)
+        return _divide(bundle, config, None, slot_bytes, _wanted_tokens(bundle, config))
     return _decide_drafting(bundle, config, memory_budget_bytes, slot_bytes).memory
 
 
@@ -342,7 +341,7 @@ def _decide_drafting(
     """See ``bundle_memory``; where the slots allow no draft, none is held in memory."""
     divide = partial(_divide, bundle, config, memory_budget_bytes, slot_bytes)
     asked, wanted = config.num_draft_tokens, _wanted_tokens(bundle, config)
-    memory = divide(wanted, has_stand_ins=wanted > 0)
+    memory = divide(wanted)
     planned = min(wanted, _bound(bundle, config, memory))
     if planned < wanted and asked is not None:
         logger.warning(
@@ -353,7 +352,7 @@ def _decide_drafting(
             memory.num_slots,
         )
     if wanted and not planned:
-        memory = divide(0, has_stand_ins=False)
+        memory = divide(0)
     is_governed = asked is None and config.governor
     return _Drafting(memory, planned, is_governed)
 
@@ -372,10 +371,8 @@ def _divide(
     memory_budget_bytes: int | None,
     slot_bytes: int,
     num_draft_tokens: int,
-    *,
-    has_stand_ins: bool,
 ) -> MemoryUse:
-    """The division of a budget for windows of so many draft tokens."""
+    """The division of a budget for windows of so many draft tokens; for 0, without stand-ins."""
     manifest = bundle.manifest
     dtype, context = _resolve(bundle.plan, config)
     longest = manifest.model.max_position_embeddings
@@ -387,7 +384,7 @@ def _divide(
     return divide_budget(
         manifest.model,
         memory_budget_bytes=memory_budget_bytes,
-        draft_bits=manifest.draft.bits if has_stand_ins else (),
+        draft_bits=manifest.draft.bits if num_draft_tokens else (),
         group_size=manifest.draft.group_size,
         symmetric=manifest.draft.symmetric,
         dtype=dtype,
