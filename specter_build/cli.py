@@ -110,8 +110,9 @@ def _print_estimate(recipe: Recipe, folder: Path) -> None:
             f"run          {num_draft_tokens} draft tokens in {format_bytes(memory.budget_bytes)}: "
             f"{memory.num_slots} slots of {format_bytes(memory.slot_bytes)} ({per_layer:.1f} a "
             f"layer), dense {format_bytes(memory.dense_bytes)}, draft "
-            f"{format_bytes(memory.draft_bytes)}, KV cache {format_bytes(memory.kv_cache_bytes)}, "
-            f"buffers {format_bytes(memory.buffer_bytes)}"
+            f"{format_bytes(memory.draft_bytes)}, predictor "
+            f"{format_bytes(memory.predictor_bytes)}, KV cache "
+            f"{format_bytes(memory.kv_cache_bytes)}, buffers {format_bytes(memory.buffer_bytes)}"
         )
     click.echo("\n".join(lines), err=True)
 

@@ -11,11 +11,18 @@ from pathlib import Path
 
 from specter_build.architectures import find_architecture, read_config, read_quantization
 from specter_build.checkpoint import SUPPORTED_DTYPES, Checkpoint, has_weights, read_json_object
+from specter_build.fit_predictor import fit_nbytes
 from specter_build.recipe import Recipe
 from specter_runtime.config import DTYPE_BYTES, DType, Encoding, ExpertNumbers, ModelConfig
 from specter_runtime.errors import CapacityError, RecipeError
 from specter_runtime.experts import expert_nbytes, packed_nbytes
-from specter_runtime.memory import MemoryUse, dense_nbytes, divide_budget, draft_nbytes
+from specter_runtime.memory import (
+    MemoryUse,
+    dense_nbytes,
+    divide_budget,
+    draft_nbytes,
+    predictor_nbytes,
+)
 from specter_runtime.roles import dense_shapes
 from specter_runtime.shards import ALIGNMENT, align_up
 from specter_runtime.speculative_decoder import PROMPT_CHUNK_TOKENS
@@ -154,6 +161,7 @@ def divide_memory(
                 draft_bits=bits if candidate else (),
                 group_size=recipe.draft.group_size,
                 symmetric=recipe.draft.symmetric,
+                predictor_bytes=predictor_nbytes(config, recipe.predictor.layers_ahead),
                 dtype=dtype,
                 numbers=numbers,
                 max_context_tokens=recipe.plan.max_context_tokens,
@@ -197,7 +205,9 @@ def bundle_nbytes(
     """Bytes that the bundle will take, without JSON, if dense tensors are in ``dense_dtype``."""
     num_experts = len(config.moe_layers) * config.num_experts
     shards = num_experts * (shard_nbytes(recipe, config, numbers) + ALIGNMENT)
-    return shards + _draft_bytes(recipe, config, numbers) + dense_nbytes(config, dense_dtype)
+    dense = dense_nbytes(config, dense_dtype)
+    predictors = predictor_nbytes(config, recipe.predictor.layers_ahead)
+    return shards + _draft_bytes(recipe, config, numbers) + predictors + dense
 
 
 def _draft_bytes(recipe: Recipe, config: ModelConfig, numbers: ExpertNumbers) -> int:
@@ -209,19 +219,30 @@ def _draft_bytes(recipe: Recipe, config: ModelConfig, numbers: ExpertNumbers) ->
 def progress_nbytes(recipe: Recipe, config: ModelConfig) -> int:
     """Bytes on disk of what a killed build would go on from, without headers.
 
-    Hidden states of both streams in float32, the new ones beside the old; the routes so far.
+    Hidden states of both streams in float32, the new ones beside the old; the routes so far; the
+    predictors so far, and what those that are not yet fitted need.
     """
     tokens = recipe.calibration.num_sequences * recipe.calibration.sequence_length
-    return 2 * 2 * 4 * tokens * config.hidden_size + _routes_nbytes(recipe, config)
+    num_kept = min(recipe.predictor.layers_ahead + 1, len(config.moe_layers) - 1)
+    return (
+        2 * 2 * 4 * tokens * config.hidden_size
+        + _routes_nbytes(recipe, config)
+        + predictor_nbytes(config, recipe.predictor.layers_ahead)
+        + num_kept * _observation_nbytes(recipe, config)
+    )
 
 
 def build_nbytes(
     recipe: Recipe, config: ModelConfig, dense_dtype: str, numbers: ExpertNumbers, dtype: str
 ) -> int:
-    """Bytes resident during the build, at most: while layers are converted, or in the audit."""
-    converting = _converting_nbytes(recipe, config, dense_dtype, numbers)
+    """Bytes resident during the build, at most.
+
+    While a layer is converted, while a predictor is fitted, or in the audit.
+    """
     return INTERPRETER_BYTES + max(
-        converting, _audit_nbytes(recipe, config, dense_dtype, numbers, dtype)
+        _converting_nbytes(recipe, config, dense_dtype, numbers),
+        _fitting_nbytes(recipe, config, dense_dtype),
+        _audit_nbytes(recipe, config, dense_dtype, numbers, dtype),
     )
 
 
@@ -239,6 +260,7 @@ def _audit_nbytes(
         draft_bits=(),
         group_size=recipe.draft.group_size,
         symmetric=recipe.draft.symmetric,
+        predictor_bytes=predictor_nbytes(config, recipe.predictor.layers_ahead),
         dtype=dtype,
         numbers=numbers,
         max_context_tokens=AUDIT_TOKENS,
@@ -265,7 +287,8 @@ def _converting_nbytes(
     One layer's experts as stored and quantized, its dense tensors as stored and in float32, the
     tensors of no layer likewise, one expert being quantized (five float32 copies), and calibration:
     hidden states of both streams, and of the stream at work those behind attention, their norm, the
-    experts' sum and its residual, in float32, with routing over all experts.
+    experts' sum and its residual, in float32, with routing over all experts; its plain input in
+    bfloat16, and what predictors are still to be fitted to.
     """
     c = config
     layer_experts = c.num_experts * expert_nbytes(c, numbers)
@@ -276,11 +299,41 @@ def _converting_nbytes(
         layer_experts
         + layer_draft
         + dense * (DTYPE_BYTES[dense_dtype] + 4)
-        + tokens * 4 * (6 * c.hidden_size + 3 * c.num_experts)
+        + tokens * (4 * (6 * c.hidden_size + 3 * c.num_experts) + 2 * c.hidden_size)
         + 5 * 4 * c.expert_num_weights // 3
         + _calibrating_nbytes(recipe, c)
+        + _observed_nbytes(recipe, c)
         + _routes_nbytes(recipe, config)
     )
+
+
+def _fitting_nbytes(recipe: Recipe, config: ModelConfig, dense_dtype: str) -> int:
+    """Bytes that fitting a layer's predictor takes, with what is held from layer to layer."""
+    asked = recipe.calibration
+    layers_ahead = recipe.predictor.layers_ahead
+    work = fit_nbytes(config, layers_ahead, asked.num_sequences, asked.sequence_length)
+    tokens = asked.num_sequences * asked.sequence_length
+    return (
+        (work if predictor_nbytes(config, layers_ahead) else 0)
+        + _dense_weights(config, None) * DTYPE_BYTES[dense_dtype]
+        + 2 * 4 * tokens * config.hidden_size
+        + _observed_nbytes(recipe, config)
+        + _routes_nbytes(recipe, config)
+    )
+
+
+def _observed_nbytes(recipe: Recipe, config: ModelConfig) -> int:
+    """Bytes of all observations at a time: of a layer, and of those that it is foretold from."""
+    num_layers = min(recipe.predictor.layers_ahead + 1, len(config.moe_layers))
+    return num_layers * _observation_nbytes(recipe, config)
+
+
+def _observation_nbytes(recipe: Recipe, config: ModelConfig) -> int:
+    """Bytes of a layer's plain input, bfloat16, and scores, float32; 0 if nothing is fitted."""
+    if not predictor_nbytes(config, recipe.predictor.layers_ahead):
+        return 0
+    tokens = recipe.calibration.num_sequences * recipe.calibration.sequence_length
+    return tokens * (2 * config.hidden_size + 4 * config.num_experts)
 
 
 def _calibrating_nbytes(recipe: Recipe, config: ModelConfig) -> int:

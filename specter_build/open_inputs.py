@@ -57,6 +57,16 @@ class Inputs:
         return self.recipe.draft.widths(self.checkpoint.config)
 
     @property
+    def layers_ahead(self) -> int:
+        """Routed layers that predictors speak of; 0: none are fitted.
+
+        None are where every token uses every expert.
+        """
+        config = self.checkpoint.config
+        is_choice = config.num_experts > config.num_experts_per_tok
+        return self.recipe.predictor.layers_ahead if is_choice else 0
+
+    @property
     def digest(self) -> str:
         """SHA-256 over everything that shapes the bundle."""
         sources = {name: entry.sha256 for name, entry in self.source_files.items()}

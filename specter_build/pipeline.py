@@ -4,7 +4,7 @@
                     │
                     v   convert_layers: one layer at a time, resumable
         profile_routing (target and draft) <── quantize_draft
-                    │          split_experts
+                    │          split_experts, fit_predictor
                     v
          report ──> plan_placement ──> write_bundle ──> audit
 
@@ -29,11 +29,12 @@ from specter_build.audit import audit
 from specter_build.checkpoint import CARRIED_FILES
 from specter_build.convert_layers import LayerObserver, convert_layers
 from specter_build.estimate import divide_memory
+from specter_build.fit_predictor import PredictorQuality
 from specter_build.open_inputs import Inputs, check_disk, open_inputs, tool_versions
 from specter_build.plan_placement import Evidence, plan_placement
 from specter_build.profile_routing import HeadComparison
 from specter_build.recipe import Recipe
-from specter_build.report import LayerProfile, make_report, summarize_layer
+from specter_build.report import LayerProfile, make_report, summarize_layer, summarize_predictors
 from specter_build.split_experts import shard_sizes
 from specter_build.write_bundle import (
     TIMINGS_FILE,
@@ -103,8 +104,8 @@ def build(
         return BuildResult(destination, report, plan, timings, was_built=False)
     check_disk(inputs.estimate, destination)
     with work_folder(destination) as work, torch.inference_mode():
-        profiles, heads = convert_layers(inputs, work, on_layer)
-        report, plan = conclude(inputs, profiles, heads, shard_sizes(work))
+        profiles, heads, predictors = convert_layers(inputs, work, on_layer)
+        report, plan = conclude(inputs, profiles, heads, predictors, shard_sizes(work))
         write_records(inputs, work, profiles, heads, report, plan)
         timings = {
             "wall_seconds": time.perf_counter() - started,
@@ -121,6 +122,7 @@ def conclude(
     inputs: Inputs,
     profiles: Mapping[int, LayerProfile],
     heads: HeadComparison,
+    predictors: Mapping[int, PredictorQuality],
     shard_bytes: Sequence[int],
 ) -> tuple[dict[str, Any], Plan]:
     """Report and plan, from what calibration showed and how large each shard's data came out."""
@@ -149,6 +151,7 @@ def conclude(
     report = make_report(
         config, checkpoint.left_out, layers, heads, asked, inputs.bits, sizes, calibration
     )
+    report["predictor"] = summarize_predictors(predictors, inputs.layers_ahead)
     shape = (num_sequences, -1, config.num_experts_per_tok)
     evidence = Evidence(
         routes={i: profile.target.selected_experts.view(shape) for i, profile in profiles.items()},

@@ -23,6 +23,8 @@ from specter_runtime.layers import RotaryEmbedding, normalize
 from specter_runtime.model import DecoderLayer, bind, embed, head_logits
 
 COMPUTE_DTYPE = torch.float32
+PLAIN_DTYPE = torch.bfloat16
+"""Of plain inputs, some of which are kept while later layers run."""
 HEAD_ROWS = 512
 """Rows of logits held at a time."""
 
@@ -47,11 +49,13 @@ class LayerPass(NamedTuple):
     Attributes:
         hidden: ``[N, T, D]`` behind the layer.
         mlp_input: ``[N * T, D]``: what enters the router and the experts.
+        plain_input: the same without the norm's weights, bfloat16: what predictors are fitted to.
         routing: of all rows; None if the layer is dense.
     """
 
     hidden: torch.Tensor
     mlp_input: torch.Tensor
+    plain_input: torch.Tensor
     routing: Routing | None
 
 
@@ -86,10 +90,11 @@ class LayerRunner:
         attended = torch.stack(
             [layer.attention(x, 0, self._angles, self._kv_cache) for x in hidden]
         ).flatten(0, 1)
+        plain = layer.plain_input(attended).to(PLAIN_DTYPE)
         rows, routing = layer.mlp([attended], provider)
         if routing is not None:  # is kept to the end; what was not chosen is not
             routing = replace(routing, router_probs=None)
-        return LayerPass(rows[0].view(hidden.shape), layer.mlp_input(attended), routing)
+        return LayerPass(rows[0].view(hidden.shape), layer.mlp_input(attended), plain, routing)
 
     def compare_heads(
         self,

@@ -180,6 +180,16 @@ class CalibrationRecipe(_Section):
     seed: int = Field(ge=0)
 
 
+class PredictorRecipe(_Section):
+    """What foretells experts where nothing is drafted: a linear map a layer, fitted to the routing.
+
+    Attributes:
+        layers_ahead: routed layers behind a layer that it speaks of; 0: no predictor.
+    """
+
+    layers_ahead: int = Field(default=2, ge=0, le=4)
+
+
 class PlanRecipe(_Section):
     """What the placement is planned for.
 
@@ -229,6 +239,7 @@ class Recipe(_Section):
     shard_encoding: Literal["auto", "raw", "packed"] = "auto"
     draft: DraftRecipe
     calibration: CalibrationRecipe
+    predictor: PredictorRecipe = PredictorRecipe()
     plan: PlanRecipe
     hardware: HardwareRecipe
 

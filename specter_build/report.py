@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from specter_build.fidelity import (
     weighted_recall,
     window_recall,
 )
+from specter_build.fit_predictor import PredictorQuality
 from specter_build.profile_routing import HeadComparison
 from specter_runtime.config import ModelConfig
 from specter_runtime.experts import Routing
@@ -89,6 +91,35 @@ def summarize_layer(
     }
 
 
+def summarize_predictors(
+    predictors: Mapping[int, PredictorQuality], layers_ahead: int
+) -> dict[str, Any]:
+    """Recall of what foretells later layers' experts, by number of layers ahead: means and layers.
+
+    Beside it ``early_router``, the recall of the later layer's own router asked early.
+    """
+    found = [predictors[layer] for layer in sorted(predictors)]
+    return {
+        "layers_ahead": layers_ahead,
+        "recall": _means([quality.recall for quality in found]),
+        "early_router": _means([quality.early_recall for quality in found]),
+        "layers": [
+            {
+                "layer": layer,
+                "recall": list(predictors[layer].recall),
+                "early_router": list(predictors[layer].early_recall),
+            }
+            for layer in sorted(predictors)
+        ],
+    }
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Means by column; rows may end early."""
+    columns = ([value for value in column if value is not None] for column in zip_longest(*rows))
+    return [sum(column) / len(column) for column in columns]
+
+
 def make_report(
     config: ModelConfig,
     left_out: Sequence[str],
@@ -99,7 +130,7 @@ def make_report(
     sizes: Mapping[str, int],
     calibration: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The whole report but for ``memory``, which the plan decides.
+    """The whole report but for ``predictor`` and for ``memory``, which the plan decides.
 
     Args:
         config: the model.
@@ -194,6 +225,7 @@ def describe(report: Mapping[str, Any], num_draft_tokens: int, timings: Mapping[
             f"windows      recall (union of experts) by tokens: {windows}",
             f"acceptance   greedy {acceptance['rate']:.4f}, sampled "
             f"{acceptance['sampled_rate']:.4f}; expected length by draft tokens: {lengths}",
+            *_describe_predictor(report["predictor"]),
             f"experts      entropy {report['normalized_entropy']:.3f} of uniform, "
             f"{report['num_experts_never_reached']} never reached",
             f"sizes        dense {format_bytes(sizes['dense_bytes'])}, draft "
@@ -205,6 +237,17 @@ def describe(report: Mapping[str, Any], num_draft_tokens: int, timings: Mapping[
             f"{format_bytes(timings['peak_memory_bytes'])} with interpreter and libraries",
         ]
     )
+
+
+def _describe_predictor(predictor: Mapping[str, Any]) -> list[str]:
+    """How well it does, if there is one."""
+    if not predictor["recall"]:
+        return []
+    found, early = (
+        ", ".join(f"{recall:.4f}" for recall in predictor[name])
+        for name in ("recall", "early_router")
+    )
+    return [f"predictor    recall by layers ahead: {found}; of the later router itself: {early}"]
 
 
 def _describe_left_out(names: Sequence[str]) -> str:

@@ -192,7 +192,7 @@ def recipe_dict(model: Path, output: Path, **sections: Any) -> dict[str, Any]:
         "hardware": {"link_bytes_per_second": 1e9, "memory_bytes_per_second": 1e10},
     }
     for name, value in sections.items():
-        recipe[name] = recipe[name] | value if isinstance(value, dict) else value
+        recipe[name] = recipe.get(name, {}) | value if isinstance(value, dict) else value
     return recipe
 
 

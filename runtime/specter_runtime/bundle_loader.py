@@ -4,7 +4,7 @@ Sizes of all files are always compared with the manifest; hashes on request (``v
 Resident tensors are read into memory of their own, never mapped, so that a memory cap cannot push
 them out and every byte counted is a byte held.
 
-Called by: session.  Next: shards, manifest.
+Called by: session.  Next: shards, manifest, predictor.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from specter_runtime.experts import (
 from specter_runtime.manifest import (
     MANIFEST_FILE,
     PLAN_FILE,
+    PREDICTOR_FILE,
     Manifest,
     Plan,
     draft_path,
     model_path,
+    predictor_names,
     read_json,
     shard_path,
 )
 from specter_runtime.packed import BITS, PackedTensor, packed_forms
+from specter_runtime.predictor import Predictor
 from specter_runtime.roles import dense_shapes
 from specter_runtime.shards import (
     ALIGNMENT,
@@ -86,6 +89,53 @@ class Bundle:
                         key = ExpertKey(layer, expert)
                         packed[key] = self._packed_expert(tensors, key, bits)
         return packed
+
+    def predictors(self) -> dict[int, Predictor]:
+        """What foretells later layers' experts, by decoder layer; empty if the bundle has none.
+
+        Raises:
+            BundleError: a tensor is missing, one too many, of another form, or not finite.
+        """
+        if PREDICTOR_FILE not in self.manifest.files:
+            return {}
+        model, where = self.manifest.model, self.root / PREDICTOR_FILE
+        tensors = self._tensors(PREDICTOR_FILE)
+        sources = model.moe_layers[:-1] if model.num_experts > model.num_experts_per_tok else ()
+        names = [name for layer in sources for name in predictor_names(layer)]
+        unknown = sorted(tensors.keys() - set(names))
+        if unknown:
+            raise BundleError(
+                f"{where}: tensor {unknown[0]!r} is unknown; there may be a weight and a bias for "
+                f"each of the layers {list(sources)}"
+            )
+        found: dict[int, Predictor] = {}
+        layers_ahead = 1
+        for i, layer in enumerate(sources):
+            weight_name, bias_name = predictor_names(layer)
+            if i == 0 and weight_name in tensors and tensors[weight_name].ndim:
+                layers_ahead = max(1, len(tensors[weight_name]))  # so many all the others have
+            later = model.moe_layers[i + 1 : i + 1 + layers_ahead]
+            shape = (len(later), model.num_experts)
+            weight_shape = (*shape, model.hidden_size)
+            weight = _checked(where, tensors, weight_name, weight_shape, torch.bfloat16)
+            bias = _checked(where, tensors, bias_name, shape, torch.float32)
+            for name in (weight_name, bias_name):
+                if not tensors[name].isfinite().all():
+                    raise BundleError(f"{where}: tensor {name!r} holds NaN or infinity")
+            found[layer] = Predictor(later, weight, bias, model.num_experts_per_tok)
+        return found
+
+    @property
+    def predictor_nbytes(self) -> int:
+        """Bytes that ``predictors`` take; 0 if the bundle has none.
+
+        Raises:
+            BundleError: the file's header is damaged.
+        """
+        if PREDICTOR_FILE not in self.manifest.files:
+            return 0
+        entries = read_header(self.root / PREDICTOR_FILE, BundleError).entries
+        return sum(entry.nbytes for entry in entries.values())
 
     def shard_file(self, key: ExpertKey) -> Path:
         """The file that holds an expert in the checkpoint's precision."""
@@ -139,6 +189,7 @@ class Bundle:
         self, tensors: dict[str, torch.Tensor], key: ExpertKey, bits: int
     ) -> PackedExpert:
         manifest, draft = self.manifest, self.manifest.draft
+        where = self.root / draft_path(key.layer)
         parts: dict[str, PackedTensor] = {}
         biases: list[torch.Tensor] = []
         suffixes = ("codes", "scales") if draft.symmetric else ("codes", "scales", "zero_points")
@@ -147,11 +198,11 @@ class Bundle:
             name = manifest.tensor_names[role].format(layer=key.layer, expert=key.expert)
             if role not in matrices:
                 dtype: torch.dtype = getattr(torch, str(manifest.experts.numbers.bias_dtype))
-                biases.append(self._part(tensors, key, name, shape, dtype))
+                biases.append(_checked(where, tensors, name, shape, dtype))
                 continue
             forms = packed_forms(matrices[role], bits, draft.group_size)
             found = [
-                self._part(tensors, key, f"{name}.{suffix}", *form)
+                _checked(where, tensors, f"{name}.{suffix}", *form)
                 for suffix, form in zip(suffixes, forms, strict=False)
             ]
             zero_points = None if draft.symmetric else found[2]
@@ -160,24 +211,24 @@ class Bundle:
             )
         return PackedExpert(**parts, biases=tuple(biases))
 
-    def _part(
-        self,
-        tensors: dict[str, torch.Tensor],
-        key: ExpertKey,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """A tensor of a draft file, if it is there and of this form."""
-        where, tensor = self.root / draft_path(key.layer), tensors.get(name)
-        if tensor is None:
-            raise BundleError(f"{where}: tensor {name!r} is missing")
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise BundleError(
-                f"{where}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, "
-                f"expected {dtype} {list(shape)}"
-            )
-        return tensor
+
+def _checked(
+    where: Path,
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A tensor of a file, if it is there and of this form."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise BundleError(f"{where}: tensor {name!r} is missing")
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise BundleError(
+            f"{where}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, "
+            f"expected {dtype} {list(shape)}"
+        )
+    return tensor
 
 
 @contextmanager

@@ -29,6 +29,7 @@ FORMAT = "specter-bundle"
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "plan.json"
+PREDICTOR_FILE = "predictor.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,3 +239,8 @@ def draft_path(layer: int) -> str:
 def model_path(layer: int | None) -> str:
     """Where resident tensors lie: one file a layer, and one for what belongs to no layer."""
     return "model/common.safetensors" if layer is None else f"model/layer-{layer:03d}.safetensors"
+
+
+def predictor_names(layer: int) -> tuple[str, str]:
+    """Names of a layer's weight and bias in ``PREDICTOR_FILE``."""
+    return f"layer-{layer:03d}.weight", f"layer-{layer:03d}.bias"

@@ -1,8 +1,8 @@
 """Dividing a fast-memory budget: what must be resident, and how many expert slots are left.
 
-Everything that Specter itself holds counts: dense weights, draft, KV cache, working buffers, slots.
-The interpreter and the libraries (some 300 MB) do not: they are the same for any model. Pure; the
-planner and the runtime use the same arithmetic.
+Everything that Specter itself holds counts: dense weights, draft, predictor, KV cache, working
+buffers, slots. The interpreter and the libraries (some 300 MB) do not: they are the same for any
+model. Pure; the planner and the runtime use the same arithmetic.
 
 Called by: session, specter_build.plan_placement.
 """
@@ -31,6 +31,7 @@ class MemoryUse:
     budget_bytes: int
     dense_bytes: int
     draft_bytes: int
+    predictor_bytes: int
     kv_cache_bytes: int
     buffer_bytes: int
     slot_bytes: int
@@ -39,7 +40,8 @@ class MemoryUse:
     @property
     def used_bytes(self) -> int:
         """All of it; at most the budget."""
-        fixed = self.dense_bytes + self.draft_bytes + self.kv_cache_bytes + self.buffer_bytes
+        fixed = self.dense_bytes + self.draft_bytes + self.predictor_bytes
+        fixed += self.kv_cache_bytes + self.buffer_bytes
         return fixed + self.num_slots * self.slot_bytes
 
 
@@ -75,6 +77,7 @@ def divide_budget(
     draft_bits: Sequence[Sequence[int]],
     group_size: int,
     symmetric: bool,
+    predictor_bytes: int,
     dtype: str,
     numbers: ExpertNumbers,
     max_context_tokens: int,
@@ -90,6 +93,7 @@ def divide_budget(
         draft_bits: bit width of each expert by routed layer; empty when there is no draft.
         group_size: of the draft's quantization.
         symmetric: whether the draft stores no zero points.
+        predictor_bytes: of all layers' predictors, see ``predictor_nbytes``.
         dtype: of activations, dense weights and KV cache.
         numbers: of the routed experts as the checkpoint has them.
         max_context_tokens: room in the KV cache.
@@ -106,20 +110,30 @@ def divide_budget(
     buffers = buffer_nbytes(
         config, dtype, max_context_tokens, prompt_chunk_tokens, num_draft_tokens + 1
     )
-    fixed = dense + draft + kv_cache + buffers
+    fixed = dense + draft + predictor_bytes + kv_cache + buffers
     minimum = fixed + config.num_experts_per_tok * slot_bytes
     memory_budget_bytes = minimum if memory_budget_bytes is None else memory_budget_bytes
     if memory_budget_bytes < minimum:
         raise CapacityError(
             f"a memory budget of {format_bytes(memory_budget_bytes)} is too small; the minimum is "
             f"{format_bytes(minimum)} ({minimum} bytes): dense weights {format_bytes(dense)}, "
-            f"draft {format_bytes(draft)}, KV cache for {max_context_tokens} tokens "
-            f"{format_bytes(kv_cache)}, buffers {format_bytes(buffers)}, and "
-            f"{config.num_experts_per_tok} experts of {format_bytes(slot_bytes)}"
+            f"draft {format_bytes(draft)}, predictor {format_bytes(predictor_bytes)}, KV cache for "
+            f"{max_context_tokens} tokens {format_bytes(kv_cache)}, buffers "
+            f"{format_bytes(buffers)}, and {config.num_experts_per_tok} experts of "
+            f"{format_bytes(slot_bytes)}"
         )
     num_experts = len(config.moe_layers) * config.num_experts
     num_slots = min((memory_budget_bytes - fixed) // slot_bytes, num_experts)
-    return MemoryUse(memory_budget_bytes, dense, draft, kv_cache, buffers, slot_bytes, num_slots)
+    return MemoryUse(
+        budget_bytes=memory_budget_bytes,
+        dense_bytes=dense,
+        draft_bytes=draft,
+        predictor_bytes=predictor_bytes,
+        kv_cache_bytes=kv_cache,
+        buffer_bytes=buffers,
+        slot_bytes=slot_bytes,
+        num_slots=num_slots,
+    )
 
 
 def dense_nbytes(config: ModelConfig, dtype: str) -> int:
@@ -149,6 +163,19 @@ def draft_nbytes(
         for width in row
         if width
     )
+
+
+def predictor_nbytes(config: ModelConfig, layers_ahead: int) -> int:
+    """Bytes of all layers' predictors, in memory as on disk: bfloat16 weights, float32 biases.
+
+    Each routed layer speaks of the next ``layers_ahead``, of fewer near the end; none where every
+    token uses every expert.
+    """
+    if config.num_experts <= config.num_experts_per_tok:
+        return 0
+    num_layers = len(config.moe_layers)
+    num_pairs = sum(min(layers_ahead, num_layers - 1 - i) for i in range(num_layers))
+    return num_pairs * config.num_experts * (2 * config.hidden_size + 4)
 
 
 def buffer_nbytes(

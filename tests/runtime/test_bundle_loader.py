@@ -495,6 +495,136 @@ def test_shard_file_of_a_key(tiny_bundle: Path) -> None:
     assert load_bundle(tiny_bundle).shard_file(ExpertKey(1, 2)) == tiny_bundle / SHARD
 
 
+# ---- predictors ----------------------------------------------------------------------------------
+
+PREDICTOR = "predictor.safetensors"
+
+
+def rewrite_predictor(root: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of the predictor's file and record it."""
+    tensors = {name: t.clone() for name, t in load_file(root / PREDICTOR).items()}  # not mapped
+    edit(tensors)
+    write_tensors(root / PREDICTOR, tensors, {})
+    record(root, PREDICTOR)
+
+
+def test_predictors_are_the_tensors_of_their_file(tiny_bundle: Path) -> None:
+    tensors = load_file(tiny_bundle / PREDICTOR)
+    found = load_bundle(tiny_bundle).predictors()
+    assert {layer: own.layers for layer, own in found.items()} == {0: (1, 2), 1: (2,)}
+    assert tensors.keys() == {f"layer-00{i}.{part}" for i in (0, 1) for part in ("weight", "bias")}
+    for layer, own in found.items():
+        weight, bias = (tensors[f"layer-00{layer}.{part}"] for part in ("weight", "bias"))
+        assert (own.matrix.dtype, own.bias.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(own.matrix.view(-1, 8, 64), weight)
+        assert torch.equal(own.bias.view(-1, 8), bias)
+
+
+def test_bundle_without_a_predictor_is_a_bundle(bundle: Path) -> None:
+    (bundle / PREDICTOR).unlink()
+    edit_manifest(bundle, lambda raw: raw["files"].pop(PREDICTOR))
+    opened = load_bundle(bundle, verify_hashes=True)
+    assert (opened.predictors(), opened.predictor_nbytes) == ({}, 0)
+
+
+def forms(*tensors: tuple[str, torch.dtype, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in tensors}
+
+
+WEIGHT_FORM = "expected torch.bfloat16 [1, 8, 64]"
+OTHER_FORMS: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
+    "wide weight": (
+        forms(("layer-001.weight", torch.float32, (1, 8, 64))),
+        "'layer-001.weight' is torch.float32 [1, 8, 64]",
+        WEIGHT_FORM,
+    ),
+    "an expert too few": (
+        forms(("layer-001.weight", torch.bfloat16, (1, 7, 64))),
+        "'layer-001.weight' is torch.bfloat16 [1, 7, 64]",
+        WEIGHT_FORM,
+    ),
+    "a layer that is not there": (
+        forms(("layer-001.weight", torch.bfloat16, (2, 8, 64))),
+        "'layer-001.weight' is torch.bfloat16 [2, 8, 64]",
+        WEIGHT_FORM,
+    ),
+    "no layer at all": (
+        forms(("layer-000.weight", torch.bfloat16, (0, 8, 64))),
+        "'layer-000.weight' is torch.bfloat16 [0, 8, 64]",
+        WEIGHT_FORM,
+    ),
+    "a number": (
+        forms(("layer-000.weight", torch.bfloat16, ())),
+        "'layer-000.weight' is torch.bfloat16 []",
+        WEIGHT_FORM,
+    ),
+    "narrow bias": (
+        forms(("layer-000.bias", torch.bfloat16, (2, 8))),
+        "'layer-000.bias' is torch.bfloat16 [2, 8]",
+        "expected torch.float32 [2, 8]",
+    ),
+    "bias of another layer": (
+        forms(("layer-000.bias", torch.float32, (1, 8))),
+        "'layer-000.bias' is torch.float32 [1, 8]",
+        "expected torch.float32 [2, 8]",
+    ),
+    "last layer": (
+        forms(("layer-002.bias", torch.float32, (0, 8))),
+        "'layer-002.bias' is unknown",
+        "layers [0, 1]",
+    ),
+    "another name": (
+        forms(("layer-0.bias", torch.float32, (2, 8))),
+        "'layer-0.bias' is unknown",
+        "layers [0, 1]",
+    ),
+}
+
+
+def predictor_refused(root: Path) -> str:
+    with pytest.raises(BundleError) as caught:
+        load_bundle(root).predictors()
+    assert str(root / PREDICTOR) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("tensors", "found", "expected"), OTHER_FORMS.values(), ids=OTHER_FORMS)
+def test_predictor_of_another_form_is_refused_by_tensor(
+    bundle: Path, tensors: dict[str, torch.Tensor], found: str, expected: str
+) -> None:
+    rewrite_predictor(bundle, lambda stored: stored.update(tensors))
+    message = predictor_refused(bundle)
+    assert found in message
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    "name", [f"layer-00{i}.{part}" for i in (0, 1) for part in ("weight", "bias")]
+)
+def test_missing_predictor_tensor_is_named(bundle: Path, name: str) -> None:
+    rewrite_predictor(bundle, lambda stored: stored.pop(name))
+    assert f"tensor '{name}' is missing" in predictor_refused(bundle)
+
+
+@pytest.mark.parametrize("name", ["layer-000.weight", "layer-001.bias"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_predictor_that_is_not_finite_is_refused(bundle: Path, name: str, value: float) -> None:
+    rewrite_predictor(bundle, lambda stored: stored[name].view(-1)[1:2].fill_(value))
+    assert f"tensor '{name}' holds NaN or infinity" in predictor_refused(bundle)
+
+
+def test_predictor_of_a_model_that_uses_every_expert_is_refused(bundle: Path) -> None:
+    set_value(bundle, "manifest.json", ("model", "num_experts_per_tok"), 8)
+    assert "'layer-000.bias' is unknown" in predictor_refused(bundle)
+
+
+def test_damaged_predictor_file_is_refused_by_name(bundle: Path) -> None:
+    write_file(bundle, PREDICTOR, b"not safetensors")
+    predictor_refused(bundle)
+    with pytest.raises(BundleError, match=PREDICTOR):
+        _ = load_bundle(bundle).predictor_nbytes
+
+
 # ---- end-of-sequence ids -------------------------------------------------------------------------
 
 

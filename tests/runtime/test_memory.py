@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
 
 from specter_build.quantize_draft import quantize_layer
 from specter_build.recipe import DraftRecipe
@@ -31,10 +30,12 @@ from specter_runtime.memory import (
     divide_budget,
     draft_nbytes,
     max_draft_tokens,
+    predictor_nbytes,
 )
 from specter_runtime.model import MoETransformer
 from specter_runtime.sampling import probabilities
 from specter_runtime.scaled import Fp8Matrix, Mxfp4Matrix
+from tests.allocations import peak_allocated_bytes
 from tests.checkpoints import FAMILIES
 from tests.models import OpenModel, open_model, random_model
 
@@ -53,6 +54,7 @@ def arguments(config: ModelConfig, **changes: Any) -> dict[str, Any]:
         "draft_bits": ((4,) * num_experts,) * len(config.moe_layers),
         "group_size": 16,
         "symmetric": True,
+        "predictor_bytes": 5000,
         "dtype": "float32",
         "numbers": ExpertNumbers("float32"),
         "max_context_tokens": 128,
@@ -83,6 +85,7 @@ option_changes = st.fixed_dictionaries(
         "draft_bits": st.sampled_from([(), ((2,) * 8,) * 3, ((0, 2, 3, 4, 8, 0, 0, 3),) * 3]),
         "group_size": st.sampled_from([8, 16, 1000]),
         "symmetric": st.booleans(),
+        "predictor_bytes": st.integers(0, 10**6),
         "dtype": st.sampled_from(sorted(DTYPE_BYTES)),
         "max_context_tokens": st.integers(1, 100_000),
         "prompt_chunk_tokens": st.integers(1, 512),
@@ -121,7 +124,8 @@ def test_what_is_used_never_exceeds_the_budget_and_leaves_no_room_for_a_slot(
 
 
 def parts_sum(use: MemoryUse) -> int:
-    fixed = use.dense_bytes + use.draft_bytes + use.kv_cache_bytes + use.buffer_bytes
+    fixed = use.dense_bytes + use.draft_bytes + use.predictor_bytes
+    fixed += use.kv_cache_bytes + use.buffer_bytes
     return fixed + use.num_slots * use.slot_bytes
 
 
@@ -148,6 +152,7 @@ def test_more_memory_never_gives_fewer_slots(
         {"slot_bytes": SLOT_BYTES + 1},
         {"draft_bits": ((8,) * 8,) * 3},
         {"symmetric": False},
+        {"predictor_bytes": 5001},
         {"group_size": 8},
     ],
 )
@@ -204,6 +209,29 @@ def test_draft_bytes_are_those_of_the_real_draft(
     ) == sum(expert.nbytes for expert in draft)
 
 
+@pytest.mark.parametrize(
+    ("layers_ahead", "num_pairs"),
+    [
+        (0, 0),
+        (1, 2),  # 3 layers: the last one speaks of none
+        (2, 2 + 1),
+        (4, 2 + 1),
+    ],
+)
+def test_predictors_speak_of_fewer_layers_near_the_end(
+    tiny: OpenModel, layers_ahead: int, num_pairs: int
+) -> None:
+    nbytes = num_pairs * (8 * 64 * 2 + 8 * 4)  # 8 experts, hidden size 64
+    assert predictor_nbytes(tiny.config, layers_ahead) == nbytes
+    assert predictor_nbytes(replace(tiny.config, num_experts_per_tok=8), layers_ahead) == 0
+
+
+def test_predictor_bytes_are_those_of_the_real_predictors(tiny_bundle: Path) -> None:
+    bundle = load_bundle(tiny_bundle)
+    held = sum(own.matrix.nbytes + own.bias.nbytes for own in bundle.predictors().values())
+    assert bundle.predictor_nbytes == held == predictor_nbytes(bundle.manifest.model, 2)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kv_cache_bytes_are_those_of_the_real_cache(tiny: OpenModel, dtype: str) -> None:
     options = arguments(tiny.config, dtype=dtype, max_context_tokens=77)
@@ -227,22 +255,6 @@ def roomy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         max_position_embeddings=CONTEXT,
         num_hidden_layers=1,
     )
-
-
-def peak_allocated_bytes(work: Callable[[], object]) -> int:
-    """The most that torch's CPU allocator held at once for ``work``, kernels' scratch included."""
-    work()  # what is allocated once (thread pools, kernels' caches) is not counted
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    events = [
-        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    assert peak > 0
-    return peak
 
 
 def reserved_bytes(opened: OpenModel, num_draft_tokens: int) -> int:

@@ -410,6 +410,9 @@ def test_what_an_interrupted_build_of_other_inputs_left_is_not_used(
         ("draft/layer-002.safetensors", 1),
         ("experts/layer-002/expert-001.safetensors", 1),
         ("progress/layer-002.safetensors", 1),
+        ("progress/observation-001.safetensors", 1),
+        ("progress/predictor-001.safetensors", 1),
+        ("predictor.safetensors", 1),
         ("progress/hidden.safetensors", 1),
         ("progress/hidden.safetensors", 2),  # it replaces the first
         ("routes.safetensors", 1),
@@ -628,24 +631,49 @@ def test_what_an_interrupted_build_left_needs_no_room_again(
     assert build(recipe, tmp_path).was_built
 
 
-def test_progress_takes_the_room_that_was_checked(folder: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(folder, tmp_path / "bundle")
-    largest = 0
+@pytest.mark.parametrize("layers_ahead", [0, 1, 2, 4])
+@pytest.mark.parametrize("num_layers", [2, 5])
+def test_progress_takes_the_room_that_was_checked(
+    tmp_path: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_layers: int,
+    layers_ahead: int,
+) -> None:
+    """The most is there when the hidden states of a late layer take the place of those before.
 
-    def measure(_done: int, _total: int) -> None:
-        nonlocal largest
-        tensors = [
-            tensor
-            for path in (tmp_path / ".bundle.building" / "progress").glob("*.safetensors")
-            for name, tensor in load_file(path).items()
-            if name not in ("next_layer", "relative_error", "fallback_experts")  # a few bytes
-        ]
-        hidden = [tensor.nbytes for tensor in tensors if tensor.ndim == 3]
-        # the next hidden states lie beside the last ones until they take their place
-        largest = max(largest, sum(tensor.nbytes for tensor in tensors) + sum(hidden))
+    If that is the last one, everything is there at once; else what that one adds is not, but so is
+    an observation that it has no more use for.
+    """
+    make_checkpoint(
+        tmp_path / "model", **SMALL | {"num_hidden_layers": num_layers, "mlp_only_layers": []}
+    )
+    recipe = make_recipe(
+        folder,
+        tmp_path / "bundle",
+        model=tmp_path / "model",
+        predictor={"layers_ahead": layers_ahead},
+    )
+    few = {"next_layer", "relative_error", "fallback_experts", "recall", "early_recall"}
+    sizes: list[int] = []
+    replace = os.replace
 
-    build(recipe, tmp_path, measure)
-    assert largest == open_inputs(recipe, tmp_path).estimate.progress_bytes
+    def measure(source: Path, target: Path) -> None:
+        nbytes = 0
+        for path in (tmp_path / ".bundle.building" / "progress").iterdir():
+            if ".safetensors" in path.name:
+                found = load_file(path)
+                nbytes += sum(found[name].nbytes for name in found.keys() - few)
+        sizes.append(nbytes)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", measure)
+    build(recipe, tmp_path)
+    assert len(sizes) == num_layers
+    checked = open_inputs(recipe, tmp_path).estimate.progress_bytes
+    observed = NUM_SEQUENCES * NUM_TOKENS * (2 * SMALL["hidden_size"] + 4 * SMALL["num_experts"])
+    is_last = layers_ahead == 0 or layers_ahead >= num_layers - 1
+    assert max(sizes) == checked if is_last else checked - observed < max(sizes) <= checked
 
 
 def test_build_that_does_not_fit_in_memory_is_refused_with_both_sizes(
@@ -671,6 +699,7 @@ def test_what_is_needed_on_disk_is_the_tensors_and_some_of_the_headers(
     tensors = stored_tensors(built.destination.rglob("layer-*.safetensors"))
     tensors |= stored_tensors(built.destination.rglob("expert-*.safetensors"))
     tensors |= load_file(built.destination / "model" / "common.safetensors")
+    tensors |= load_file(built.destination / "predictor.safetensors")
     recipe = make_recipe(folder, built.destination)
     needed = open_inputs(recipe, built.destination.parent).estimate.bundle_bytes
     assert sum(tensor.nbytes for tensor in tensors.values()) <= needed
@@ -888,6 +917,26 @@ def test_bundle_holds_every_tensor_of_the_checkpoint_to_the_bit(
         assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+def test_predictor_is_a_file_only_where_there_is_something_to_foretell(
+    folder: Path, built: BuildResult, tmp_path: Path
+) -> None:
+    assert "predictor.safetensors" in names_in(built.destination)
+    make_checkpoint(tmp_path / "greedy", **SMALL | {"num_experts_per_tok": SMALL["num_experts"]})
+    make_checkpoint(tmp_path / "single", **SMALL | {"mlp_only_layers": [0, 1]})
+    for name, sections in {
+        "asked for none": {"predictor": {"layers_ahead": 0}},
+        "every expert is used": {"model": tmp_path / "greedy"},
+        "one routed layer": {"model": tmp_path / "single"},
+    }.items():
+        result = build(make_recipe(folder, tmp_path / name, **sections), tmp_path)
+        assert "predictor.safetensors" not in names_in(result.destination), name
+        assert result.report["memory"]["predictor_bytes"] == 0
+        assert result.report["predictor"]["layers"] == []
+        assert "predictor" not in describe(result.report, 4, result.timings)
+        bundle = load_bundle(result.destination)
+        assert (bundle.predictors(), bundle.predictor_nbytes) == ({}, 0)
+
+
 def test_draft_quantizes_routed_experts_and_nothing_else(folder: Path, built: BuildResult) -> None:
     drafted = stored_tensors((built.destination / "draft").iterdir())
     expected = load_file(folder / "checkpoint" / "model.safetensors")
@@ -991,6 +1040,7 @@ EFFECTS: dict[str, tuple[Any, Figure]] = {
     "calibration.num_sequences": (3, ROUTES),
     "calibration.sequence_length": (16, ROUTES),
     "calibration.seed": (1, ROUTES),
+    "predictor.layers_ahead": (0, figure("report.json", "memory", "predictor_bytes")),
     "plan.memory_budget": ("3MiB", figure("plan.json", "num_slots")),
     "plan.max_context_tokens": (128, figure("report.json", "memory", "kv_cache_bytes")),
     "plan.num_draft_tokens": (2, PREDICTED),

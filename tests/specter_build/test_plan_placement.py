@@ -68,6 +68,7 @@ def memory(num_slots: int) -> MemoryUse:
         budget_bytes=10**6,
         dense_bytes=0,
         draft_bytes=0,
+        predictor_bytes=0,
         kv_cache_bytes=0,
         buffer_bytes=0,
         slot_bytes=4096,

@@ -71,6 +71,7 @@ def test_report_has_every_promised_field(report: Json) -> None:
         "left_out_tensors",
         "layers",
         "memory",
+        "predictor",
     }
     assert report["recall"].keys() == {"mean", "worst", "worst_layer", "weighted", "set_exact"}
     assert report["acceptance"].keys() == {"rate", "sampled_rate", "by_position", "expected_length"}
@@ -238,7 +239,9 @@ def test_memory_is_the_plans(tiny_bundle: Path, report: Json) -> None:
     assert memory["num_slots"] == plan["num_slots"]
     assert memory["budget_bytes"] == plan["memory_budget_bytes"]
     assert memory["draft_bytes"] == report["sizes"]["draft_bytes"]
-    used = sum(memory[f"{kind}_bytes"] for kind in ("dense", "draft", "kv_cache", "buffer"))
+    assert memory["predictor_bytes"] == tensor_nbytes(tiny_bundle / "predictor.safetensors")
+    kinds = ("dense", "draft", "predictor", "kv_cache", "buffer")
+    used = sum(memory[f"{kind}_bytes"] for kind in kinds)
     assert used + memory["num_slots"] * memory["slot_bytes"] <= memory["budget_bytes"]
 
 
@@ -251,6 +254,7 @@ def test_summary_for_people_gives_the_main_figures(report: Json) -> None:
         f"greedy {report['acceptance']['rate']:.4f}",
         f"{report['memory']['num_slots']} slots",
         "4 draft tokens",
+        f"recall by layers ahead: {report['predictor']['recall'][0]:.4f}, ",
     ):
         assert part in text
 
