@@ -39,7 +39,7 @@ ON_DEMAND = {
     "eviction": "lru",
     "overlap": False,
 }
-AHEAD = {"overlap": True, "predict_next_layer": True}
+AHEAD = {"overlap": True, "predictor": "router"}
 ARMS = (
     Arm("specter", "specter", "packed", is_resident_too=True),
     Arm("lru", "specter", "raw", ON_DEMAND),
@@ -51,7 +51,8 @@ ABLATIONS = (
     Arm("raw shards", "specter", "raw"),
     Arm("plain LRU", "specter", "packed", {"eviction": "lru"}),
     Arm("no overlap", "specter", "packed", {"overlap": False}),
-    Arm("next layer's router on", "specter", "packed", {"predict_next_layer": True}),
+    Arm("next layer's router", "specter", "packed", {"predictor": "router"}),
+    Arm("fitted predictor", "specter", "packed", {"predictor": "fitted"}),
     Arm("no draft", "specter", "packed", {"num_draft_tokens": 0}),
     Arm("no draft stop", "specter", "packed", {"draft_stop": False}),
     Arm("torch's kernels", "specter", "packed", environment={"SPECTER_KERNELS": "torch"}),

@@ -220,7 +220,7 @@ def test_lookahead_and_budget_do_not_change_the_text(
     ("options", "ways"),
     [
         (("--num-draft-tokens", 0), {"K = 0"}),
-        (("--num-draft-tokens", 0, "--predict-next-layer"), {"K = 0 + next layer"}),
+        (("--num-draft-tokens", 0, "--predictor", "fitted"), {"K = 0 + predictor"}),
         (
             ("--num-draft-tokens", 3, "--no-draft-stop", "--memory-budget", "4MiB"),
             {"K = 3"},
@@ -527,7 +527,7 @@ def test_dry_run_prints_sizes_and_writes_nothing(specter_build: Command, recipe_
     assert f" at {recipe_file.parent / 'bundle'}\n" in outcome.stderr
     for num_draft_tokens in (0, 1, 2, 4, 8, 16):
         assert f" {num_draft_tokens} draft tokens in 3.0 MiB: " in outcome.stderr
-    for part in ("of memory", "slots of", "dense", "draft", "KV cache", "buffers"):
+    for part in ("of memory", "slots of", "dense", "draft", "predictor", "KV cache", "buffers"):
         assert part in outcome.stderr
     assert sorted(recipe_file.parent.rglob("*")) == before
 

@@ -107,9 +107,11 @@ class DraftTokens(click.ParamType["int | None"]):
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads of computation.")
 @click.option("--prefetch/--no-prefetch", default=True, help="Move experts ahead of verification.")
 @click.option(
-    "--predict-next-layer",
-    is_flag=True,
-    help="Without draft tokens: move experts ahead by the next layer's router.",
+    "--predictor",
+    type=click.Choice(["fitted", "router", "none"]),
+    default="none",
+    show_default=True,
+    help="What moves experts ahead where nothing is drafted.",
 )
 @click.option(
     "--draft-stop/--no-draft-stop", default=True, help="End drafts where they cease to pay."
@@ -138,7 +140,7 @@ def run(
     io_threads: int,
     threads: int | None,
     prefetch: bool,
-    predict_next_layer: bool,
+    predictor: Any,
     draft_stop: bool,
     governor: bool,
     verify: bool,
@@ -164,7 +166,7 @@ def run(
         num_io_threads=io_threads,
         num_threads=threads,
         prefetch=prefetch,
-        predict_next_layer=predict_next_layer,
+        predictor=predictor,
         governor=governor,
         draft_stop=draft_stop,
         verify_hashes=verify,
@@ -231,7 +233,7 @@ def _describe(stats: Mapping[str, Any]) -> str:
 
     memory = stats["memory"]
     per_token = stats["bytes_per_token"]
-    kinds = ("dense_bytes", "draft_bytes", "kv_cache_bytes", "buffer_bytes")
+    kinds = ("dense_bytes", "draft_bytes", "predictor_bytes", "kv_cache_bytes", "buffer_bytes")
     parts = [f"{kind.removesuffix('_bytes')} {format_bytes(memory[kind])}" for kind in kinds]
     parts.append(f"{memory['num_slots']} slots of {format_bytes(memory['slot_bytes'])}")
     ways = (f"{way}: {count}" for way, count in stats["windows_by_lookahead"].items())

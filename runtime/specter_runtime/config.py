@@ -17,6 +17,7 @@ DType = Literal["bfloat16", "float16", "float32"]
 ExpertDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "mxfp4"]
 Encoding = Literal["raw", "packed"]
 Eviction = Literal["reuse", "lru"]
+PredictorKind = Literal["fitted", "router", "none"]
 QKNorm = Literal["none", "head", "full"]
 Scoring = Literal["softmax", "sigmoid", "softmax_topk", "sparsemixer"]
 
@@ -213,8 +214,10 @@ class RuntimeConfig:
         num_io_threads: threads that read expert shards.
         num_threads: threads of torch's operators; ``None`` leaves torch's default.
         prefetch: whether the draft's routing moves experts ahead of verification.
-        predict_next_layer: whether, where there is no draft, the next layer's router moves experts
-            ahead. It shortens stalls and reads more; measured, it loses more than it gains.
+        predictor: what moves experts ahead where nothing is drafted: ``fitted``, what the build
+            has fitted (nothing if the bundle holds none), ``router``, the next layer's router asked
+            a layer too early, or ``none``: where reading takes as much from computing as it does on
+            the machine that this was measured on, neither gains anything.
         governor: whether the number of draft tokens, where it is left open, is decided by measured
             time; if not, the plan's is taken.
         draft_stop: whether a greedy draft ends where a token is not worth verifying.
@@ -234,7 +237,7 @@ class RuntimeConfig:
     num_io_threads: int = 2
     num_threads: int | None = None
     prefetch: bool = True
-    predict_next_layer: bool = False
+    predictor: PredictorKind = "none"
     governor: bool = True
     draft_stop: bool = True
     bound_by_slots: bool = True

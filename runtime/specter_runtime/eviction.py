@@ -39,7 +39,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def observe(self, routing: Routing) -> None:
-        """Learn what a layer's experts were asked for."""
+        """Learn what a layer's experts were asked for; rows are tokens in their order."""
+        ...
+
+    def observe_token(
+        self, first_layer: int, selected: npt.NDArray[np.int64], probs: npt.NDArray[np.float32]
+    ) -> None:
+        """Learn what one token asked of consecutive layers: ``[L, K]`` and ``[L, E]``."""
         ...
 
 
@@ -73,21 +79,24 @@ class ReuseValues:
         return self._values
 
     def observe(self, routing: Routing) -> None:
-        """See ``EvictionPolicy``; rows are tokens in their order."""
+        """See ``EvictionPolicy``."""
         own = self._values[routing.layer]
         selected = routing.selected_experts.numpy()  # [T, K]
         num_tokens = len(selected)
-        if num_tokens == 1:  # what follows, for the case that must be quick
-            own *= DECAY
-            if routing.router_probs is not None:
-                own += (1 - DECAY) * PROB_WEIGHT * routing.router_probs.numpy()[0].astype(float)
-            own[selected[0]] += 1 - DECAY
-            return
         weights = (1 - DECAY) * DECAY ** np.arange(num_tokens - 1, -1, -1)  # [T]
         own *= DECAY**num_tokens
         if routing.router_probs is not None:
             own += PROB_WEIGHT * (weights @ routing.router_probs.numpy())
         np.add.at(own, selected, np.broadcast_to(weights[:, None], selected.shape))
+
+    def observe_token(
+        self, first_layer: int, selected: npt.NDArray[np.int64], probs: npt.NDArray[np.float32]
+    ) -> None:
+        """See ``EvictionPolicy``."""
+        own = self._values[first_layer : first_layer + len(selected)]
+        own *= DECAY
+        own += ((1 - DECAY) * PROB_WEIGHT) * probs
+        own[np.arange(len(selected))[:, None], selected] += 1 - DECAY
 
 
 class LeastRecentlyUsed:
@@ -109,6 +118,15 @@ class LeastRecentlyUsed:
         """See ``EvictionPolicy``."""
         self._now += 1
         self._values[routing.layer, routing.selected_experts.numpy()] = self._now
+
+    def observe_token(
+        self, first_layer: int, selected: npt.NDArray[np.int64], probs: npt.NDArray[np.float32]
+    ) -> None:
+        """See ``EvictionPolicy``."""
+        del probs
+        steps = np.arange(len(selected))[:, None]
+        self._values[first_layer + steps, selected] = self._now + 1 + steps
+        self._now += len(selected)
 
 
 def _ranks(

@@ -9,7 +9,8 @@ verification will need them.
 The cache needs one slot to make progress: what has been consumed is unpinned at once and gives way.
 It never decides *what* to evict (``eviction.choose_victim``) nor *how* to read (``expert_store``).
 
-Called by: moe (as provider), draft_engine, prefetcher, session.  Next: eviction, expert_store.
+Called by: moe (as provider), row_pass, draft_engine, prefetcher, session.
+Next: eviction, expert_store.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +39,18 @@ NOW = -1
 """Deadline of a demand: before every layer."""
 
 LoadKind = Literal["demand", "prefetch"]
+
+
+class Residency(Protocol):
+    """Is told of each expert that can be used, and asked before one is evicted."""
+
+    def put(self, key: ExpertKey, expert: Expert) -> None:
+        """The expert is there until it is released."""
+        ...
+
+    def release(self, key: ExpertKey) -> bool:
+        """The expert is to go; False if it is in use and must stay."""
+        ...
 
 
 @dataclass(slots=True)
@@ -61,10 +74,11 @@ class _Load:
 class ExpertCache:
     """Fixed expert slots over a store.
 
-    Threads: ``experts``, ``residents``, ``prefetch``, ``cancel_prefetches`` and ``warm`` are for
-    one foreground thread; the I/O threads run ``_serve``. All state is guarded by ``_lock``;
-    buffers are written only by the thread whose load holds the slot, and read only while the key is
-    pinned. An I/O thread never raises: a failed load is kept and raised by the next demand of its
+    Threads: ``experts``, ``hold``, ``observe_used``, ``residents``, ``prefetch``,
+    ``cancel_prefetches`` and ``warm`` are for one foreground thread; the I/O threads run
+    ``_serve``. All state is guarded by ``_lock``; buffers are written only by the thread whose load
+    holds the slot, and read only while the key is pinned here, or in use by the residency's
+    account. An I/O thread never raises: a failed load is kept and raised by the next demand of its
     key.
     """
 
@@ -78,6 +92,7 @@ class ExpertCache:
         load_timeout_seconds: float = 10.0,
         *,
         overlap: bool = True,
+        residency: Residency | None = None,
     ) -> None:
         """Allocate the arena and start the I/O threads.
 
@@ -92,6 +107,7 @@ class ExpertCache:
                 expert itself.
             overlap: whether experts are handed out as they arrive. If not, all that one call asks
                 for are awaited first, unless they outnumber the slots.
+            residency: uses experts past this cache, without a lock (``observe_used`` tells of it).
 
         Raises:
             CapacityError: there is no slot.
@@ -101,7 +117,9 @@ class ExpertCache:
         self._store = store
         self._view = view
         self._policy = policy
-        self._overlap = overlap
+        self.overlap = overlap
+        self._residency = residency
+        self._held: list[ExpertKey] = []
         self._load_timeout_seconds = load_timeout_seconds
         self.num_slots = num_slots
         arena = aligned_buffer(num_slots * store.slot_bytes)
@@ -150,7 +168,7 @@ class ExpertCache:
         ready, waiting = self._demand(routing, keys)
         try:
             while ready or waiting:
-                if not ready or not self._overlap:
+                if not ready or not self.overlap:
                     ready += self._await(waiting, len(ready))
                 yield [(key.expert, weights) for key, weights in ready]
                 done = [key for key, _ in ready]
@@ -169,13 +187,7 @@ class ExpertCache:
         waiting: set[ExpertKey] = set()
         with self._lock:
             self._policy.observe(routing)
-            wanted = set(keys)
-            for key in self._due.pop(routing.layer, ()):
-                self._next_use[key] = UNKNOWN
-                load = self._loads.get(key)
-                is_idle = load is not None and load.kind == "prefetch" and not load.in_flight
-                if is_idle and key not in wanted:
-                    del self._loads[key]  # was foreseen wrongly; its place in the heap is skipped
+            self._pass_by(routing.layer, keys)
             for key in keys:
                 self._pins[key] += 1
                 self._evictable[key] = False
@@ -196,6 +208,50 @@ class ExpertCache:
                         self._queue_demand(key)
         return ready, waiting
 
+    def _pass_by(self, layer: int, keys: Collection[ExpertKey]) -> None:
+        """Forget what was foreseen of a layer that has come to need ``keys``."""
+        for key in self._due.pop(layer, ()):
+            self._next_use[key] = UNKNOWN
+            load = self._loads.get(key)
+            is_idle = load is not None and load.kind == "prefetch" and not load.in_flight
+            if is_idle and key not in keys:
+                del self._loads[key]  # was foreseen wrongly; its place in the heap is skipped
+
+    def observe_used(
+        self,
+        first_layer: int,
+        selected: torch.Tensor,  # int64 [L, K]
+        probs: torch.Tensor,  # float32 [L, E]
+        stall_seconds: float = 0.0,
+    ) -> None:
+        """Count what one token used of consecutive layers, all of it resident; let go of the rest.
+
+        What ``hold`` kept is kept no longer; for some of it, ``stall_seconds`` have been waited.
+        """
+        if self._held:
+            self._unpin(self._held)
+            self._held = []
+        if not len(selected) and not stall_seconds:
+            return
+        with self._lock:
+            self._stats.stall_seconds += stall_seconds
+            self._policy.observe_token(first_layer, selected.numpy(), probs.numpy())
+            self._stats.hits += selected.numel()
+            if self._prefetches:  # they may have been waiting for a slot
+                self._work_queued.notify_all()
+            if not self._due and not self._prefetched:
+                return
+            for layer, experts in enumerate(selected.tolist(), start=first_layer):
+                keys = [ExpertKey(layer, expert) for expert in experts]
+                self._pass_by(layer, keys)
+                for key in keys:
+                    self._count_useful(key)
+
+    def hold(self, routing: Routing) -> None:
+        """Demand experts for one who uses them past the cache; ``observe_used`` lets go of them."""
+        self._held = [ExpertKey(routing.layer, expert) for expert in routing.expert_ids()]
+        self._demand(routing, self._held)
+
     def _count_useful(self, key: ExpertKey) -> None:
         if key in self._prefetched:
             self._prefetched.discard(key)
@@ -203,8 +259,7 @@ class ExpertCache:
 
     def _queue_demand(self, key: ExpertKey) -> None:
         """Queue a read before all prefetches; a queued prefetch of the same expert becomes it."""
-        self._failures.pop(key, None)
-        self._loads[key] = _Load(key, "demand")
+        self._add_load(key, "demand")
         self._demands.append(key)
         self._work_queued.notify()
 
@@ -216,7 +271,7 @@ class ExpertCache:
         started = time.perf_counter()
         deadline = started + self._load_timeout_seconds
         num_awaited = len(waiting)
-        if self._overlap or num_ready + num_awaited > self.num_slots:
+        if self.overlap or num_ready + num_awaited > self.num_slots:
             num_awaited = min(1, num_awaited)
         try:
             with self._lock:
@@ -313,8 +368,7 @@ class ExpertCache:
                 self._due.setdefault(deadline, []).append(key)
             if key in self._resident or key in self._loads:
                 return False
-            self._failures.pop(key, None)
-            self._loads[key] = _Load(key, "prefetch")
+            self._add_load(key, "prefetch")
             heapq.heappush(self._prefetches, (deadline, self._num_asked, key))
             self._num_asked += 1
             self._work_queued.notify()
@@ -378,6 +432,10 @@ class ExpertCache:
         for thread in self._threads:
             thread.join(self._load_timeout_seconds)
 
+    def _add_load(self, key: ExpertKey, kind: LoadKind) -> None:
+        self._failures.pop(key, None)
+        self._loads[key] = _Load(key, kind)
+
     # ---- the I/O threads --------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -429,8 +487,13 @@ class ExpertCache:
         """A free slot, by eviction if need be; None when everything resident is needed sooner."""
         if self._free:
             return self._free.pop()
-        values = self._policy.values
-        victim = choose_victim(values, self._evictable, self._next_use, needed_at)
+        values, evictable = self._policy.values, self._evictable
+        victim = choose_victim(values, evictable, self._next_use, needed_at)
+        while victim is not None and self._residency and not self._residency.release(victim):
+            if evictable is self._evictable:
+                evictable = evictable.copy()
+            evictable[victim] = False  # for this once: it is in use
+            victim = choose_victim(values, evictable, self._next_use, needed_at)
         if victim is None:
             return None
         self._evictable[victim] = False
@@ -457,6 +520,8 @@ class ExpertCache:
             slot.expert = found
             self._resident[load.key] = slot
             self._evictable[load.key] = not self._pins[load.key]
+            if self._residency is not None:
+                self._residency.put(load.key, found)
             return
         self._free.append(slot)
         self._failures[load.key] = (load.kind, found)

@@ -145,9 +145,18 @@ def _read_all(path: Path, flags: int, buffer: memoryview, offset: int) -> int:
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Zeroed anonymous memory, page-aligned as direct I/O demands; freed with its last view."""
-    memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
-    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= HUGE_PAGE_BYTES:
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    """Zeroed anonymous memory, page-aligned as direct I/O demands; freed with its last view.
+
+    It is private, since of shared memory the kernel makes no huge pages; and it is left out of a
+    forked child, or what a direct read brings meanwhile could land in the child alone (open(2)).
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags)
+    advice = [getattr(mmap, "MADV_DONTFORK", None)]
+    if nbytes >= HUGE_PAGE_BYTES:
+        advice.append(getattr(mmap, "MADV_HUGEPAGE", None))
+    for option in advice:
+        if option is not None:
+            with contextlib.suppress(OSError):  # a kernel that does not know it
+                memory.madvise(option)
     return memoryview(memory)[:nbytes]

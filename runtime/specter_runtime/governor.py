@@ -51,33 +51,30 @@ class Lookahead:
 
     Attributes:
         num_draft_tokens: tokens drafted, at most; 0 is plain decoding.
-        predicts_next_layer: where nothing is drafted, whether the next layer's router tells what
-            to move ahead.
+        predicts: where nothing is drafted, whether a predictor tells what to move ahead.
     """
 
     num_draft_tokens: int
-    predicts_next_layer: bool = False
+    predicts: bool = False
 
     def __str__(self) -> str:
-        """``K = 4``, ``K = 0``, ``K = 0 + next layer``."""
-        suffix = " + next layer" if self.predicts_next_layer and not self.num_draft_tokens else ""
+        """``K = 4``, ``K = 0``, ``K = 0 + predictor``."""
+        suffix = " + predictor" if self.predicts and not self.num_draft_tokens else ""
         return f"K = {self.num_draft_tokens}{suffix}"
 
 
-def lookaheads(
-    num_draft_tokens: int, *, predicts_next_layer: bool, governs_draft: bool
-) -> list[Lookahead]:
+def lookaheads(num_draft_tokens: int, *, predicts: bool, governs_draft: bool) -> list[Lookahead]:
     """The ways that are open, plain ones first.
 
     Args:
         num_draft_tokens: how many are drafted.
-        predicts_next_layer: whether the next layer's router predicts in plain windows. It is not
-            left open: what it reads in vain is paid for by the windows behind its own, so that
-            these by themselves look better than it is.
+        predicts: whether a predictor is asked in plain windows. It is not left open: what it has
+            read in vain is paid for by the windows behind its own, so that these by themselves look
+            better than it is. What is worth a read is decided read by read instead.
         governs_draft: whether drafting none is open too.
     """
     counts = (0, num_draft_tokens) if governs_draft and num_draft_tokens else (num_draft_tokens,)
-    return [Lookahead(count, predicts_next_layer) for count in counts]
+    return [Lookahead(count, predicts) for count in counts]
 
 
 @dataclass(slots=True)

@@ -9,15 +9,16 @@ attention included. Experts are fetched once for all blocks.
 
 The model knows nothing of text, files or threads.
 
-Called by: session, draft_engine, specter_build.profile_routing.  Next: layers, moe, kv_cache.
+Called by: session, row_pass, draft_engine, specter_build.profile_routing.
+Next: layers, moe, kv_cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 
 import torch
+from torch.nn import functional
 
 from specter_runtime import kernels
 from specter_runtime.config import LatentConfig, ModelConfig
@@ -35,6 +36,7 @@ from specter_runtime.layers import (
     swiglu,
 )
 from specter_runtime.moe import merge, mix_experts, select_experts
+from specter_runtime.predictor import Prediction, PredictionObserver, Predictor
 from specter_runtime.roles import FLOAT32_ROLES, dense_shapes
 from specter_runtime.scaled import FP8_SCALE_SUFFIX, Fp8Matrix
 
@@ -42,14 +44,16 @@ LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention: the reference fixes it, whatever rms_norm_eps says."""
 
 
-PredictionObserver = Callable[[Routing], None]
-
-
 class DecoderLayer:
     """One layer: attention and a routed or dense MLP."""
 
     def __init__(
-        self, config: ModelConfig, index: int, cache_layer: int, tensors: LayerTensors
+        self,
+        config: ModelConfig,
+        index: int,
+        cache_layer: int,
+        tensors: LayerTensors,
+        predictor: Predictor | None = None,
     ) -> None:
         """Take over bound tensors.
 
@@ -58,13 +62,15 @@ class DecoderLayer:
             index: of the layer.
             cache_layer: which layer of the KV cache it writes.
             tensors: role -> tensor in the compute dtype (see ``bind``).
+            predictor: foretells later layers' experts.
         """
         self.config = config
         self.index = index
         self.cache_layer = cache_layer
         self.tensors = tensors
         self._kernel = _attention_kernel(config, index, tensors)
-        self._gate_kernel = _gate_kernel(config, tensors)
+        self.predictor = predictor
+        self._gate_kernel = _gate_kernel(config, tensors, predictor)
         self._swiglus = {
             prefix: kernels.prepare(
                 ExpertWeights(*(tensors[f"{prefix}_{name}"] for name in PROJECTIONS))
@@ -109,7 +115,7 @@ class DecoderLayer:
         else:
             attended = self._latent_attention(normed, start, angles, kv_cache, c.latent)
         out = linear(t, "o_proj", attended)
-        return self._add(hidden, out)
+        return self.add(hidden, out)
 
     def _grouped_attention(
         self, normed: torch.Tensor, start: int, angles: Angles, kv_cache: KVCache
@@ -190,15 +196,24 @@ class DecoderLayer:
         return normalize(hidden, self.tensors, "post_attention_layernorm", eps)
 
     def mlp(
-        self, blocks: Sequence[torch.Tensor], provider: ExpertProvider
+        self,
+        blocks: Sequence[torch.Tensor],
+        provider: ExpertProvider,
+        on_prediction: PredictionObserver | None = None,
     ) -> tuple[list[torch.Tensor], Routing | None]:
-        """Residual plus MLP for all blocks; the routing of all their rows, None if dense."""
+        """Residual plus MLP for all blocks; the routing of all their rows, None if dense.
+
+        ``on_prediction`` is told of later layers before the experts are fetched, if there is but
+        one row, and something that predicts.
+        """
         c, t = self.config, self.tensors
         if self.index in c.dense_layers:
             normed = _each(self.mlp_input, blocks)
             outs = _each(lambda rows: self._swiglu("dense", rows), normed)
-            return [self._add(x, out) for x, out in zip(blocks, outs, strict=True)], None
-        normed, routings = self._route(blocks)
+            return [self.add(x, out) for x, out in zip(blocks, outs, strict=True)], None
+        normed, routings, predictions = self._route(blocks, predicts=on_prediction is not None)
+        if on_prediction is not None and predictions:
+            on_prediction(predictions)
         outs = mix_experts(normed, routings, provider, c.swiglu_limit)
         if c.shared_intermediate_size:
             shared = _each(lambda rows: self._swiglu("shared", rows), normed)
@@ -207,24 +222,26 @@ class DecoderLayer:
                 pairs = zip(gates, shared, strict=True)
                 shared = [torch.sigmoid(gate) * out for gate, out in pairs]
             outs = [out + own for out, own in zip(outs, shared, strict=True)]
-        return [self._add(x, out) for x, out in zip(blocks, outs, strict=True)], merge(routings)
+        return [self.add(x, out) for x, out in zip(blocks, outs, strict=True)], merge(routings)
 
-    def predict(self, blocks: Sequence[torch.Tensor]) -> Routing:
-        """What this layer's router makes of an earlier layer's hidden states.
-
-        The residual stream changes little from layer to layer: arXiv 2312.17238, section 3.2.
-        """
-        return merge(self._route(blocks)[1])
-
-    def _route(self, blocks: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Routing]]:
-        """What the MLP is given of each block, and the routing of each block."""
+    def _route(
+        self, blocks: Sequence[torch.Tensor], *, predicts: bool
+    ) -> tuple[list[torch.Tensor], list[Routing], list[Prediction]]:
+        """What the MLP is given of each block, the routing of each, and what they foretell."""
         c, t = self.config, self.tensors
+        is_one_row = len(blocks) == 1 and blocks[0].shape[0] == 1
+        predictor = self.predictor if predicts and is_one_row else None
         most = max(block.shape[0] for block in blocks)
         if self._gate_kernel is not None and kernels.serves(blocks[0].dtype, most):
-            found = [self._gate_kernel.compute(block) for block in blocks]
-            return [own[0] for own in found], [Routing(self.index, *own[1:]) for own in found]
+            kernel, predicts = self._gate_kernel, predictor is not None
+            found = [kernel.compute(block, predicts=predicts) for block in blocks]
+            inputs = [gated.normed for gated in found]
+            routings = [Routing(self.index, *gated[1:4]) for gated in found]
+            if predictor is None:
+                return inputs, routings, []
+            return inputs, routings, predictor.name(found[0].likely[0], found[0].probabilities[0])
         inputs = _each(self.mlp_input, blocks)
-        return inputs, [
+        routings = [
             select_experts(
                 linear(t, "router", rows.to(torch.float32)),
                 t,
@@ -234,6 +251,20 @@ class DecoderLayer:
             )
             for rows in inputs
         ]
+        if predictor is None:
+            return inputs, routings, []
+        return inputs, routings, predictor.predict(self.plain_input(blocks[0]))
+
+    def plain_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[T, D]`` normed as for the router, without the norm's weights: float32.
+
+        It is what predictors are fitted to.
+        """
+        wide, eps = hidden.to(torch.float32), self.config.rms_norm_eps
+        ones = torch.ones(wide.shape[1])
+        if "post_attention_layernorm_bias" in self.tensors:
+            return functional.layer_norm(wide, ones.shape, eps=eps)
+        return rms_norm(wide, ones, eps)
 
     def _swiglu(self, prefix: str, normed: torch.Tensor) -> torch.Tensor:
         expert, num_rows = self._swiglus[prefix], normed.shape[0]
@@ -245,12 +276,28 @@ class DecoderLayer:
         gate, up, down = (self.tensors[f"{prefix}_{name}"] for name in PROJECTIONS)
         return swiglu(normed, gate, up, down)
 
-    def _add(self, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def for_pass(self, keys: torch.Tensor, values: torch.Tensor) -> kernels.PassLayer:
+        """What a pass of the kernels needs of this layer: nothing, if they cannot run all of it."""
+        c = self.config
+        is_known = self.index not in c.dense_layers and not c.shared_intermediate_size
+        return kernels.PassLayer(
+            self._kernel if is_known else None,
+            self._gate_kernel if is_known else None,
+            keys,
+            values,
+            c.residual_multiplier,
+            c.swiglu_limit,
+        )
+
+    def add(self, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """What the residual stream is behind an attention or MLP that gives ``out``."""
         multiplier = self.config.residual_multiplier
         return residual + (out if multiplier == 1.0 else out * multiplier)
 
 
-def _gate_kernel(config: ModelConfig, tensors: LayerTensors) -> kernels.GateKernel | None:
+def _gate_kernel(
+    config: ModelConfig, tensors: LayerTensors, predictor: Predictor | None
+) -> kernels.GateKernel | None:
     """What computes norm and router for a few rows; None where there is no such kernel."""
     dtype, routing = tensors["o_proj"].dtype, config.routing
     if "router" not in tensors or dtype not in kernels.HIDDEN_DTYPES or kernels.library() is None:
@@ -267,6 +314,7 @@ def _gate_kernel(config: ModelConfig, tensors: LayerTensors) -> kernels.GateKern
         config.rms_norm_eps,
         routing,
         config.num_experts_per_tok,
+        predictor,
     )
 
 
@@ -281,6 +329,7 @@ def _attention_kernel(
     return kernels.AttentionKernel(
         [tensors.matrix(f"{p}_proj", f"{p}_proj_bias") for p in "qkvo"],
         [tensors.wide(name) for name in names],
+        dtype,
         num_heads=c.num_attention_heads,
         num_kv_heads=c.num_key_value_heads,
         head_dim=c.head_dim,
@@ -305,6 +354,7 @@ class MoETransformer:
         tensors: Mapping[str, torch.Tensor],
         tensor_names: Mapping[str, str],
         dtype: torch.dtype,
+        predictors: Mapping[int, Predictor] | None = None,
     ) -> None:
         """Bind tensors to their roles.
 
@@ -313,6 +363,7 @@ class MoETransformer:
             tensors: Hugging Face name -> tensor, at least all resident ones with their scales.
             tensor_names: role -> name template, see ``manifest``.
             dtype: the compute dtype; routers stay in float32.
+            predictors: by layer, where there are some.
 
         Raises:
             KeyError: a tensor is missing.
@@ -322,12 +373,16 @@ class MoETransformer:
         common = bind(config, None, tensors, tensor_names, dtype)
         self._common = common
         self._rotary = RotaryEmbedding(config.rope)
-        self._layers = [
-            DecoderLayer(config, i, i, bind(config, i, tensors, tensor_names, dtype))
+        self.layers = [
+            DecoderLayer(
+                config,
+                i,
+                i,
+                bind(config, i, tensors, tensor_names, dtype),
+                (predictors or {}).get(i),
+            )
             for i in range(config.num_hidden_layers)
         ]
-        routed = config.moe_layers
-        self._next_routed = dict(pairwise(routed))
 
     def forward(
         self,
@@ -345,32 +400,42 @@ class MoETransformer:
             kv_cache: its ``length`` is the position of the first; grows by T.
             provider: where experts come from.
             rows_per_block: 1 to decode or verify, more for a prompt.
-            on_prediction: told, before a layer's experts are fetched, what the next routed layer's
-                router would choose for the hidden states as they are now.
+            on_prediction: told of later layers, see ``DecoderLayer.mlp``.
 
         Returns:
             Final hidden states (blocks ``[rows, D]``, normed) and the routing of each routed layer.
         """
+        blocks, starts, angles = self.begin(
+            token_ids, kv_cache.length, rows_per_block=rows_per_block
+        )
+        routings: list[Routing] = []
+        for layer in self.layers:
+            blocks = layer.attend(blocks, starts, angles, kv_cache)
+            blocks, routing = layer.mlp(blocks, provider, on_prediction)
+            if routing is not None:
+                routings.append(routing)
+        kv_cache.advance(len(token_ids))
+        return self.end(blocks), routings
+
+    def begin(
+        self, token_ids: Sequence[int], position: int, *, rows_per_block: int
+    ) -> tuple[list[torch.Tensor], list[int], list[Angles]]:
+        """Embedded blocks, their positions and angles, for tokens from ``position`` on."""
         ids = torch.tensor(token_ids)
         blocks = [
             embed(rows, self._common, self.config) for rows in torch.split(ids, rows_per_block)
         ]
-        starts = [kv_cache.length + i * rows_per_block for i in range(len(blocks))]
+        starts = [position + i * rows_per_block for i in range(len(blocks))]
         angles = [
             self._rotary.angles(start, len(block), self.dtype)
             for start, block in zip(starts, blocks, strict=True)
         ]
-        routings: list[Routing] = []
-        for layer in self._layers:
-            blocks = layer.attend(blocks, starts, angles, kv_cache)
-            if on_prediction is not None and layer.index in self._next_routed:
-                on_prediction(self._layers[self._next_routed[layer.index]].predict(blocks))
-            blocks, routing = layer.mlp(blocks, provider)
-            if routing is not None:
-                routings.append(routing)
-        kv_cache.advance(len(token_ids))
+        return blocks, starts, angles
+
+    def end(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Final hidden states, normed."""
         eps = self.config.rms_norm_eps
-        return _each(lambda rows: normalize(rows, self._common, "norm", eps), blocks), routings
+        return _each(lambda rows: normalize(rows, self._common, "norm", eps), blocks)
 
     def logits(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """Float32 logits ``[T, V]`` of normed hidden states, block by block."""

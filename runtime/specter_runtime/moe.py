@@ -4,7 +4,7 @@ The routing is returned beside the output: it is what the draft is for. Experts 
 order the provider has them; their outputs are summed in ascending expert order in float32, so
 neither cache state nor arrival order changes a bit.
 
-Called by: model.  Next: experts.ExpertProvider.
+Called by: model, row_pass.  Next: experts.ExpertProvider.
 """
 
 from __future__ import annotations

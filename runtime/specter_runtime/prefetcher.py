@@ -1,15 +1,14 @@
-"""From what is foreseen to reads: what the window, or the next layer, will need.
+"""From what is foreseen to reads: what the window, or the next layers, will need.
 
 Every expert that the draft's routers name is asked for with its layer as deadline; resident ones
 are thereby protected until verification has passed that layer. The cache reads in deadline order.
 At most ``budget_bytes`` are asked for in a window, so that a window whose experts outgrow the slots
 does not evict what it is about to use.
 
-Where nothing is drafted, the next layer's router can be asked what it would choose now. It errs,
-the more the lower it ranks an expert, and a read in vain keeps the link from what is needed. So it
-is counted how often each rank was right, and only what is worth its read is read.
+Where nothing is drafted, a predictor may speak of the next layers. It errs, and a read in vain
+keeps the link from what is needed. So only what is likely enough to be worth its read is read.
 
-Called by: speculative_decoder.  Next: expert_cache.
+Called by: speculative_decoder, row_pass.  Next: expert_cache.
 """
 
 from __future__ import annotations
@@ -21,30 +20,19 @@ from dataclasses import astuple, dataclass
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.experts import ExpertKey, Routing
 from specter_runtime.metrics import CacheStats
+from specter_runtime.predictor import Prediction
 
-MEMORY = 0.995
-"""What a count of right predictions keeps from one prediction to the next."""
-
-PRIOR_PRECISION, PRIOR_WEIGHT = 0.7, 20.0
-"""Taken for every rank before anything was counted, and how many predictions that stands for."""
+NEVER = 2.0
+"""More than any probability."""
 
 
-class RankPrecision:
-    """How often an absent expert that a router ranked so high was needed, lately."""
+SHARED = 0.4
+"""Of the time of a read, what it takes from computing that goes on meanwhile: memory and processor
+are shared. Measured on a virtual machine of two cores: 0.37, 0.3 for arithmetic without memory."""
 
-    def __init__(self) -> None:
-        self._right: dict[int, float] = {}
-        self._all: dict[int, float] = {}
-
-    def observe(self, rank: int, was_needed: bool) -> None:
-        """Count one prediction."""
-        right = self._right.get(rank, PRIOR_PRECISION * PRIOR_WEIGHT)
-        self._right[rank] = MEMORY * right + was_needed
-        self._all[rank] = MEMORY * self._all.get(rank, PRIOR_WEIGHT) + 1
-
-    def of(self, rank: int) -> float:
-        """The share of those of this rank that were needed."""
-        return self._right[rank] / self._all[rank] if rank in self._all else PRIOR_PRECISION
+MEMORY, PRIOR_WEIGHT = 0.98, 20.0
+"""What counts of right predictions keep from pass to pass, and the count of right ones that they
+begin with and, without reads, go back to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +40,7 @@ class Pace:
     """What the last passes took.
 
     Attributes:
-        lead_seconds: from a prediction to the demand that it foresees.
+        lead_seconds: from one routed layer to the next.
         wait_seconds: for an absent expert, from its demand on.
         read_seconds: of one expert.
         link_share: of the time in which the link was in use, 0 to 1.
@@ -64,16 +52,26 @@ class Pace:
     link_share: float
 
 
-def is_worth_reading(precision: float, pace: Pace) -> bool:
-    """Whether to read an expert ahead that will be needed with the probability ``precision``.
+def least_probability(num_ahead: int, pace: Pace) -> float:
+    """How likely an absent expert must be needed, for a read ahead of it to be worth it.
 
     If it is needed, the wait for it is shorter by the time by which the read began earlier, at most
-    by the whole wait. If not, a demand that comes meanwhile waits for the link for as long as a
-    read takes; one does with about the probability with which the link is in use. It pays if
-    ``p min(lead, wait) > (1 - p) read share``.
+    by the whole wait; ``SHARED`` of that is lost, since computing goes on meanwhile. If not, the
+    read takes ``SHARED`` of its time from computing, and all of it from a demand that comes
+    meanwhile, which one does with about the probability with which the link is in use. With p the
+    probability, it pays if
+    ``p (1 - SHARED) min(lead, wait) > (1 - p) (SHARED + link_share) read``.
+
+    Args:
+        num_ahead: how many layers before it is needed.
+        pace: of the last passes.
+
+    Returns:
+        The p from which it pays; above 1 if it never does.
     """
-    gain = precision * min(pace.lead_seconds, pace.wait_seconds)
-    return gain > (1 - precision) * pace.read_seconds * pace.link_share
+    gain = (1 - SHARED) * min(num_ahead * pace.lead_seconds, pace.wait_seconds)
+    loss = (SHARED + pace.link_share) * pace.read_seconds
+    return loss / (gain + loss) if gain > 0 else NEVER
 
 
 def measure_pace(stats: CacheStats, elapsed_seconds: float, num_layers: int, last: Pace) -> Pace:
@@ -100,12 +98,10 @@ class Prefetcher:
         self._cache = cache
         self._max_reads = budget_bytes // expert_bytes
         self._num_reads = 0
-        self._precision = RankPrecision()
-        self._predicted: list[tuple[int, ExpertKey]] = []  # rank; what was not resident
-        self._stats = cache.stats()  # at the first prediction of the pass
-        self._begun_seconds = 0.0  # of the pass, at its first prediction
-        self._num_predictions = 0  # in this pass
+        self._begun: tuple[float, CacheStats] | None = None  # the pass: when, with what counters
         self._pace = Pace(0.0, 0.0, 0.0, 0.0)  # nothing is worth it until something was waited for
+        self._expected = self._useful = PRIOR_WEIGHT  # of the reads that predictions asked for
+        self._promised = 0.0  # what has been added to the former in this pass
 
     def observe(self, routings: Iterable[Routing]) -> None:
         """Ask for all experts that one drafted token was routed to."""
@@ -117,34 +113,40 @@ class Prefetcher:
                     ExpertKey(routing.layer, expert), deadline=routing.layer
                 )
 
-    def observe_prediction(self, routing: Routing) -> None:
-        """Ask for those experts of the next layer that are worth it, and protect residents."""
-        if not self._num_predictions:
-            self._begun_seconds = time.perf_counter()
-            self._stats = self._cache.stats()  # passes without predictions do not count
-        self._num_predictions += 1
-        for row in routing.selected_experts.tolist():
-            for rank, expert in enumerate(row):
-                key = ExpertKey(routing.layer, expert)
-                is_resident = self._cache.is_resident(key)
-                if not is_resident:
-                    self._predicted.append((rank, key))
-                if is_resident or is_worth_reading(self._precision.of(rank), self._pace):
-                    self._cache.prefetch(key, deadline=routing.layer)
+    def begin_pass(self) -> None:
+        """A pass begins for which there will be predictions."""
+        self._begun = time.perf_counter(), self._cache.stats()
 
-    def learn(self, routings: Sequence[Routing]) -> None:
-        """Compare what was predicted in a pass with what it needed, and look at the clock."""
-        if not self._num_predictions:
-            return
-        needed = {ExpertKey(r.layer, expert) for r in routings for expert in r.expert_ids()}
-        for rank, key in self._predicted:
-            self._precision.observe(rank, key in needed)
-        elapsed = time.perf_counter() - self._begun_seconds
-        recent = self._cache.stats().since(self._stats)
-        self._pace = measure_pace(recent, elapsed, self._num_predictions, self._pace)
+    def end_pass(self, num_layers: int) -> None:
+        """It has ended: look at the clock, and at what it waited for in ``num_layers`` layers."""
+        assert self._begun is not None, "begin_pass comes first"
+        started, before = self._begun
+        recent = self._cache.stats().since(before)
+        self._pace = measure_pace(recent, time.perf_counter() - started, num_layers, self._pace)
+        prior = (1 - MEMORY) * PRIOR_WEIGHT
+        self._useful = MEMORY * self._useful + prior + recent.useful_prefetches
+        self._expected = MEMORY * self._expected + prior + self._promised
+        self._promised = 0.0
+
+    def least_probabilities(self, most_ahead: int) -> list[float]:
+        """From which probability an expert is worth a read, 1 to ``most_ahead`` layers ahead.
+
+        Where fewer of the reads have been useful than the predictor expected, as much more likely.
+        """
+        trust = min(1.0, self._useful / self._expected)
+        return [least_probability(i, self._pace) / trust for i in range(1, most_ahead + 1)]
+
+    def observe_prediction(self, predictions: Sequence[Prediction]) -> None:
+        """Ask for those experts of later layers that are worth it; residents are protected."""
+        least = self.least_probabilities(len(predictions))
+        for layer, num_ahead, likely in predictions:
+            for expert, probability in likely:
+                if probability >= least[num_ahead - 1] and self._num_reads < self._max_reads:
+                    is_asked = self._cache.prefetch(ExpertKey(layer, expert), deadline=layer)
+                    self._num_reads += is_asked
+                    self._promised += probability * is_asked
 
     def end_window(self) -> None:
         """Forget what was asked for; reads in flight still arrive."""
         self._cache.cancel_prefetches()
-        self._num_reads = self._num_predictions = 0
-        self._predicted.clear()
+        self._num_reads = 0

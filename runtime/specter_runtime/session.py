@@ -36,10 +36,12 @@ from specter_runtime.experts import Expert, ExpertKey, PackedExperts, SlotExpert
 from specter_runtime.governor import Governor, lookaheads
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.manifest import ExpertFormat, Plan
-from specter_runtime.memory import MemoryUse, divide_budget, max_draft_tokens
+from specter_runtime.memory import MemoryUse, divide_budget, max_draft_tokens, predictor_nbytes
 from specter_runtime.metrics import DecodeStats
 from specter_runtime.model import MoETransformer
+from specter_runtime.predictor import Predictor, ask_routers_early
 from specter_runtime.prefetcher import Prefetcher
+from specter_runtime.row_pass import RowPass
 from specter_runtime.speculative_decoder import PROMPT_CHUNK_TOKENS, SpeculativeDecoder
 from specter_runtime.tokenizer import Tokenizer
 
@@ -74,6 +76,7 @@ class Session:
     _cache: ExpertCache
     _stand_ins: Mapping[ExpertKey, Expert]
     _kv_cache: KVCache
+    _row_pass: RowPass | None
     _prefetcher: Prefetcher | None
     _draft_stop: bool
     _greedy_governor: Governor
@@ -108,8 +111,9 @@ class Session:
         drafting = _decide_drafting(bundle, config, budget, store.slot_bytes)
         memory = drafting.memory
         with torch.inference_mode():
+            predictors = _predictors(bundle, config)
             model = MoETransformer(
-                model_config, bundle.dense_tensors(), manifest.tensor_names, dtype
+                model_config, bundle.dense_tensors(), manifest.tensor_names, dtype, predictors
             )
             packed = bundle.draft_experts() if drafting.num_tokens else {}
             stand_ins = {key: kernels.prepare(expert) for key, expert in packed.items()}
@@ -120,6 +124,9 @@ class Session:
         policy = EVICTION_POLICIES[config.eviction](
             model_config.num_hidden_layers, model_config.num_experts, hottest_first
         )
+        residency = None
+        if kernels.library() is not None:
+            residency = kernels.Residency(model_config.num_hidden_layers, model_config.num_experts)
         cache = ExpertCache(  # starts threads: nothing behind it may fail without closing it
             store,
             memory.num_slots,
@@ -128,6 +135,7 @@ class Session:
             config.num_io_threads,
             config.load_timeout_seconds,
             overlap=config.overlap,
+            residency=residency,
         )
         try:
             cache.warm(hottest_first)
@@ -135,12 +143,12 @@ class Session:
             cache.close()
             raise
         prefetcher = None
-        if config.prefetch if drafting.num_tokens else config.predict_next_layer:
+        if config.prefetch and (drafting.num_tokens or predictors):
             reserve = min(memory.num_slots - 1, model_config.num_experts_per_tok)
             prefetcher = Prefetcher(
                 cache, (memory.num_slots - reserve) * store.slot_bytes, store.slot_bytes
             )
-        predicts = config.predict_next_layer and prefetcher is not None
+        predicts = bool(predictors) and prefetcher is not None
         return cls(
             bundle=bundle,
             tokenizer=tokenizer,
@@ -155,12 +163,13 @@ class Session:
             _cache=cache,
             _stand_ins=stand_ins,
             _kv_cache=kv_cache,
+            _row_pass=RowPass.make(model, kv_cache, cache, residency),
             _prefetcher=prefetcher,
             _draft_stop=config.draft_stop,
             _greedy_governor=Governor(
                 lookaheads(
                     drafting.num_tokens,
-                    predicts_next_layer=predicts,
+                    predicts=predicts,
                     governs_draft=drafting.is_governed,
                 )
             ),
@@ -168,7 +177,7 @@ class Session:
             _sampling_governor=Governor(
                 lookaheads(
                     drafting.num_tokens if stand_ins else 0,
-                    predicts_next_layer=predicts,
+                    predicts=predicts,
                     governs_draft=False,
                 )
             ),
@@ -225,6 +234,7 @@ class Session:
             self._kv_cache,
             self._greedy_governor if sampling.is_greedy else self._sampling_governor,
             sampling,
+            self._row_pass,
         )
 
     def stream(
@@ -281,6 +291,25 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _predictors(bundle: Bundle, config: RuntimeConfig) -> dict[int, Predictor]:
+    """What foretells later layers' experts, by layer; none where nobody would be asked."""
+    if config.predictor == "none" or not config.prefetch:
+        return {}
+    if config.predictor == "fitted":
+        return bundle.predictors()
+    manifest = bundle.manifest
+    return ask_routers_early(manifest.model, bundle.dense_tensors(), manifest.tensor_names)
+
+
+def _predictor_nbytes(bundle: Bundle, config: RuntimeConfig) -> int:
+    """What those take."""
+    if config.predictor == "none" or not config.prefetch:
+        return 0
+    if config.predictor == "fitted":
+        return bundle.predictor_nbytes
+    return predictor_nbytes(bundle.manifest.model, layers_ahead=1)
 
 
 def _view(
@@ -387,6 +416,7 @@ def _divide(
         draft_bits=manifest.draft.bits if num_draft_tokens else (),
         group_size=manifest.draft.group_size,
         symmetric=manifest.draft.symmetric,
+        predictor_bytes=_predictor_nbytes(bundle, config),
         dtype=dtype,
         numbers=manifest.experts.numbers,
         max_context_tokens=context,

@@ -29,8 +29,9 @@ from specter_runtime.experts import ExpertProvider, Routing
 from specter_runtime.governor import Governor
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.metrics import DecodeStats
-from specter_runtime.model import MoETransformer, PredictionObserver
+from specter_runtime.model import MoETransformer
 from specter_runtime.prefetcher import Prefetcher
+from specter_runtime.row_pass import RowPass
 from specter_runtime.sampling import draw, probabilities
 
 PROMPT_CHUNK_TOKENS = 256
@@ -49,6 +50,7 @@ class SpeculativeDecoder:
         kv_cache: KVCache,
         governor: Governor,
         sampling: SamplingConfig,
+        row_pass: RowPass | None = None,
     ) -> None:
         """Bind the parts.
 
@@ -61,6 +63,7 @@ class SpeculativeDecoder:
             governor: says how to look ahead, window by window.
             sampling: how tokens are drawn; unless greedily, the governor's choices must all draft
                 the same number of tokens, or the text of a seed would depend on them.
+            row_pass: a quicker way for single rows, over the same model, experts and KV cache.
         """
         self._model = model
         self._experts = experts
@@ -69,6 +72,7 @@ class SpeculativeDecoder:
         self._kv_cache = kv_cache
         self._governor = governor
         self._sampling = sampling
+        self._row_pass = row_pass
         self._generator = torch.Generator()
         self._last_token_id = 0
         self.stats = DecodeStats()
@@ -99,33 +103,23 @@ class SpeculativeDecoder:
         way = self._governor.choose()
         num_draft_tokens = min(way.num_draft_tokens, most_draft_tokens)
         started = time.perf_counter()
-        token_ids = self.step(num_draft_tokens, predicts_next_layer=way.predicts_next_layer)
+        token_ids = self.step(num_draft_tokens, predicts=way.predicts)
         if num_draft_tokens == way.num_draft_tokens:
             self._governor.observe(way, time.perf_counter() - started, len(token_ids))
         self.stats.windows_by_lookahead[str(way)] += 1
         return token_ids
 
-    def step(self, num_draft_tokens: int, *, predicts_next_layer: bool = False) -> list[int]:
+    def step(self, num_draft_tokens: int, *, predicts: bool = False) -> list[int]:
         """One window: returns the committed tokens, at least one.
 
         Args:
             num_draft_tokens: how many at most.
-            predicts_next_layer: whether, if none are drafted, the next layer's router is what there
-                is to look ahead with.
+            predicts: whether, if none are drafted, predictors look ahead instead.
         """
         committed = self._kv_cache.length
         draft = self._propose(num_draft_tokens)
         self._kv_cache.truncate(committed)
-        predicts = predicts_next_layer and not draft.token_ids
-        blocks, routings = self._model.forward(
-            [self._last_token_id, *draft.token_ids],
-            self._kv_cache,
-            self._experts,
-            rows_per_block=1,
-            on_prediction=self._on_prediction if predicts else None,
-        )
-        if self._prefetcher is not None:
-            self._prefetcher.learn(routings)
+        blocks = self._verify(draft.token_ids, self._prefetcher if predicts else None)
         self._end_window()
         acceptance = self._accept(draft, self._model.logits(blocks))
         self._kv_cache.truncate(committed + 1 + acceptance.num_accepted)
@@ -134,6 +128,28 @@ class SpeculativeDecoder:
         self.stats.num_drafted += len(draft.token_ids)
         self.stats.num_accepted += acceptance.num_accepted
         return [*draft.token_ids[: acceptance.num_accepted], acceptance.next_token_id]
+
+    def _verify(
+        self, token_ids: Sequence[int], prefetcher: Prefetcher | None
+    ) -> list[torch.Tensor]:
+        """Run the last token and those drafted behind it; where there are none, predict."""
+        if token_ids:
+            prefetcher = None
+        if prefetcher is not None:
+            prefetcher.begin_pass()
+        if self._row_pass is not None and not token_ids:
+            blocks = self._row_pass.forward(self._last_token_id, prefetcher)
+        else:
+            blocks, _ = self._model.forward(
+                [self._last_token_id, *token_ids],
+                self._kv_cache,
+                self._experts,
+                rows_per_block=1,
+                on_prediction=None if prefetcher is None else prefetcher.observe_prediction,
+            )
+        if prefetcher is not None:
+            prefetcher.end_pass(len(self._model.config.moe_layers))
+        return blocks
 
     def _prefill(self, prompt_ids: Sequence[int]) -> int:
         """Run the prompt, chunk by chunk; returns the first new token."""
@@ -160,10 +176,6 @@ class SpeculativeDecoder:
         )
         self.stats.draft_seconds += time.perf_counter() - started
         return draft
-
-    @property
-    def _on_prediction(self) -> PredictionObserver | None:
-        return None if self._prefetcher is None else self._prefetcher.observe_prediction
 
     def _on_routings(self, routings: list[Routing]) -> None:
         if self._prefetcher is not None:

@@ -163,3 +163,21 @@ def test_least_recently_used_goes_by_the_last_use() -> None:
         policy.observe(routing(layer, chosen))
     values = policy.values
     assert values[0, 1] == values[0, 2] > values[1, 3] > values[0, 0] > values[0, 3] > values[2, 3]
+
+
+@pytest.mark.parametrize("policy", [ReuseValues, LeastRecentlyUsed])
+def test_a_token_of_several_layers_counts_as_layer_by_layer(policy: type[EvictionPolicy]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    together, one_by_one = (
+        policy(NUM_LAYERS, NUM_EXPERTS, ALL),
+        policy(NUM_LAYERS, NUM_EXPERTS, ALL),
+    )
+    for first, count in ((0, 3), (1, 2), (2, 1), (0, 0), (0, 1)):
+        probs = torch.rand(count, NUM_EXPERTS, generator=generator)
+        selected = probs.topk(2, dim=-1).indices
+        together.observe_token(first, selected.numpy(), probs.numpy())
+        for i in range(count):
+            own = slice(i, i + 1)
+            one_by_one.observe(Routing(first + i, selected[own], selected[own].float(), probs[own]))
+    # Each value is a sum of at most 11 positive terms, each rounded a few times, once to float32.
+    np.testing.assert_allclose(together.values, one_by_one.values, rtol=2e-6)

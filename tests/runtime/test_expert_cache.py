@@ -114,6 +114,27 @@ class ScriptedStore:
         buffer[EXPERT_BYTES // 2 : EXPERT_BYTES] = content[EXPERT_BYTES // 2 :]
 
 
+class RecordingResidency:
+    """Keeps book of what could be used past the cache; what is in use is not let go."""
+
+    def __init__(self) -> None:
+        self.there: set[ExpertKey] = set()
+        self.in_use: set[ExpertKey] = set()
+
+    def put(self, key: ExpertKey, expert: Expert) -> None:
+        assert isinstance(expert, ExpertWeights)
+        check_weights(expert, key)
+        assert key not in self.there
+        self.there.add(key)
+
+    def release(self, key: ExpertKey) -> bool:
+        assert key in self.there
+        if key in self.in_use:
+            return False
+        self.there.remove(key)
+        return True
+
+
 def keys(layer: int, *experts: int) -> list[ExpertKey]:
     return [ExpertKey(layer, expert) for expert in experts]
 
@@ -146,6 +167,7 @@ def open_cache(store: ScriptedStore) -> Iterator[OpenCache]:
         store: ExpertStore = store,
         view: Callable[[torch.Tensor, Expert | None], ExpertWeights] = view,
         overlap: bool = True,
+        residency: RecordingResidency | None = None,
     ) -> ExpertCache:
         caches.append(
             ExpertCache(
@@ -156,6 +178,7 @@ def open_cache(store: ScriptedStore) -> Iterator[OpenCache]:
                 num_io_threads,
                 load_timeout_seconds,
                 overlap=overlap,
+                residency=residency,
             )
         )
         return caches[-1]
@@ -305,6 +328,57 @@ def test_a_draft_that_breaks_off_keeps_no_expert(open_cache: OpenCache) -> None:
     batches.close()  # type: ignore[attr-defined]
     load(cache, B)
     assert residents(cache, [A, B]) == [B]
+
+
+def test_who_uses_experts_past_the_cache_is_told_of_each_and_asked_before_it_goes(
+    open_cache: OpenCache, store: ScriptedStore
+) -> None:
+    residency = RecordingResidency()
+    cache = open_cache(num_slots=2, residency=residency)
+    a, b, c, d = keys(0, 0, 1, 2, 3)
+    store.hold(a)
+    cache.prefetch(a, deadline=0)
+    assert residency.there == set()
+    store.release(a)
+    load(cache, a)
+    load(cache, b)
+    assert residency.there == {a, b}
+    residency.in_use = {a}  # the least recently used, which would have to go
+    load(cache, c)
+    assert residency.there == {a, c}
+    assert residents(cache, [a, b, c]) == [a, c]
+    residency.in_use = {a, c}
+    cache.prefetch(d, deadline=5)
+    residency.in_use = set()
+    load(cache, b)  # there was no slot for it, but what was foreseen is not given up
+    wait_until(lambda: cache.is_resident(d))
+    assert residency.there == {b, d}
+
+
+def test_what_was_used_past_the_cache_counts_as_hits_and_ends_what_was_foreseen(
+    open_cache: OpenCache, store: ScriptedStore
+) -> None:
+    residency = RecordingResidency()
+    cache = open_cache(num_slots=4, residency=residency)
+    a, b, other, last = ExpertKey(1, 0), ExpertKey(2, 1), ExpertKey(2, 5), ExpertKey(3, 0)
+    cache.prefetch(a, deadline=1)
+    wait_until(lambda: cache.is_resident(a))
+    load(cache, b, last)
+    before = cache.stats()
+    store.hold(ExpertKey(7, 0))
+    cache.prefetch(ExpertKey(7, 0), deadline=0)  # holds up the only I/O thread
+    wait_until(lambda: ExpertKey(7, 0) in store.started)
+    cache.prefetch(other, deadline=2)  # foreseen wrongly, and not begun
+    cache.observe_used(1, torch.tensor([[0], [1]]), torch.full((2, 16), 1 / 16))
+    found = cache.stats().since(before)
+    assert (found.hits, found.useful_prefetches, found.misses) == (2, 1, 0)
+    store.release()
+    wait_until(lambda: cache.is_resident(ExpertKey(7, 0)))
+    assert other not in store.started
+    load(cache, ExpertKey(6, 0))  # what was used last before that has become what goes
+    assert residents(cache, [a, b, last]) == [a, b]
+    cache.observe_used(3, torch.empty(0, 1, dtype=torch.int64), torch.empty(0, 16))
+    assert cache.stats().hits == before.hits + 2
 
 
 def test_absent_is_what_is_neither_there_nor_on_its_way(

@@ -19,7 +19,7 @@ from specter_runtime.governor import (
     lookaheads,
 )
 
-PLAIN, PREDICTS, DRAFTS = Lookahead(0), Lookahead(0, predicts_next_layer=True), Lookahead(4)
+PLAIN, PREDICTS, DRAFTS = Lookahead(0), Lookahead(0, predicts=True), Lookahead(4)
 WAYS = [PLAIN, PREDICTS, DRAFTS]
 FIRST_WINDOWS = 4 * FIRST_TRIES * len(WAYS)
 """By then every way was tried, beside the one in use, whatever took its place underway."""
@@ -157,16 +157,16 @@ def test_equal_times_make_equal_choices() -> None:
         (0, True, True, [PREDICTS]),
         (4, False, False, [DRAFTS]),
         (4, False, True, [PLAIN, DRAFTS]),
-        (4, True, True, [PREDICTS, Lookahead(4, predicts_next_layer=True)]),
+        (4, True, True, [PREDICTS, Lookahead(4, predicts=True)]),
         (1, False, True, [PLAIN, Lookahead(1)]),
     ],
 )
 def test_open_ways(
     num_draft_tokens: int, predict: bool, governs_draft: bool, expected: list[Lookahead]
 ) -> None:
-    found = lookaheads(num_draft_tokens, predicts_next_layer=predict, governs_draft=governs_draft)
+    found = lookaheads(num_draft_tokens, predicts=predict, governs_draft=governs_draft)
     assert found == expected
 
 
 def test_ways_have_names_of_their_own() -> None:
-    assert list(map(str, WAYS)) == ["K = 0", "K = 0 + next layer", "K = 4"]
+    assert list(map(str, WAYS)) == ["K = 0", "K = 0 + predictor", "K = 4"]

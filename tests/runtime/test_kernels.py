@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from specter_build.architectures.rope import rope_frequencies
 from specter_build.quantizers import GridFormat, round_to_nearest
 from specter_runtime import kernels
 from specter_runtime.config import ModelConfig, RopeConfig, RoutingConfig
-from specter_runtime.experts import ExpertWeights, PackedExpert, pack_expert
+from specter_runtime.experts import ExpertKey, ExpertWeights, PackedExpert, pack_expert
 from specter_runtime.kernels import MAX_ROWS, NativeExpert, NativeMatrix
 from specter_runtime.kv_cache import KVCache
 from specter_runtime.layers import RotaryEmbedding
@@ -27,6 +28,7 @@ from specter_runtime.model import DecoderLayer, bind
 from specter_runtime.moe import LEFT_OUT, combine, select_experts
 from specter_runtime.packed import PackedTensor, dequantize
 from specter_runtime.packed_bf16 import PackedBfloat16, pack_bfloat16
+from specter_runtime.predictor import NUM_BESIDE, Predictor, probabilities
 from specter_runtime.roles import dense_shapes
 from tests import oracles
 from tests.oracles import array, gamma
@@ -452,7 +454,7 @@ def test_gate_is_norm_product_and_choice_one_after_the_other(
     router_bias, correction = ((randn(12, seed=seed) if has_biases else None) for seed in (4, 5))
     matrix, routing = NativeMatrix.of(router, router_bias), GATES[gate]
     kernel = kernels.GateKernel(matrix, norm, bias, correction, 1e-5, routing, 3)
-    normed, selected, weights, probs = kernel.compute(hidden)
+    normed, selected, weights, probs, *_ = kernel.compute(hidden)
     expected = kernels.normalize(hidden.to(torch.float32), norm, bias, 1e-5).to(dtype)
     assert torch.equal(normed, expected)
     tensors = {} if correction is None else {"correction_bias": correction}
@@ -467,7 +469,7 @@ def test_gate_is_norm_product_and_choice_one_after_the_other(
     for found, true in ((probs, exact.router_probs), (weights, exact.routing_weights)):
         assert ((found - true).abs() <= bound * true).all()
     for row in range(32):
-        alone = kernel.compute(hidden[row : row + 1])
+        alone = kernel.compute(hidden[row : row + 1])[:4]
         for part, own in zip(alone, (normed, selected, weights, probs), strict=True):
             assert torch.equal(part[0], own[row])
 
@@ -475,6 +477,65 @@ def test_gate_is_norm_product_and_choice_one_after_the_other(
 def test_gate_chooses_distinct_experts_whatever_the_logits() -> None:
     matrix = NativeMatrix.of(torch.full((6, 4), float("nan")))
     kernel = kernels.GateKernel(matrix, torch.ones(4), None, None, 1e-5, RoutingConfig(), 3)
-    _, selected, _, _ = kernel.compute(torch.ones(1, 4))
+    selected = kernel.compute(torch.ones(1, 4)).selected_experts
     assert len(set(selected[0].tolist())) == 3
     assert ((selected >= 0) & (selected < 6)).all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gate_asks_its_predictor_for_rows_normed_without_weights(has_bias: bool) -> None:
+    num_experts, num_chosen, width = 12, 3, 50
+    norm, bias = randn(width, seed=1), randn(width, seed=2) if has_bias else None
+    predictor = Predictor(
+        [4, 6],
+        randn(2, num_experts, width, seed=3).to(torch.bfloat16),
+        randn(2, num_experts, seed=4),
+        num_chosen,
+    )
+    router = NativeMatrix.of(randn(num_experts, width, seed=5))
+    kernel = kernels.GateKernel(
+        router, norm, bias, None, 1e-5, RoutingConfig(), num_chosen, predictor
+    )
+    hidden = randn(8, width, scale=3.0)
+    with_predictions, without = kernel.compute(hidden, predicts=True), kernel.compute(hidden)
+    assert (without.likely.numel(), without.probabilities.numel()) == (0, 0)
+    for left, right in zip(with_predictions[:4], without[:4], strict=True):
+        assert torch.equal(left, right)
+    likely, found = with_predictions.likely, with_predictions.probabilities
+    assert likely.shape == found.shape == (8, 2, num_chosen + NUM_BESIDE)
+    wide = hidden.double()
+    if has_bias:
+        wide = wide - wide.mean(dim=-1, keepdim=True)
+    plain = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + 1e-5)
+    weight = predictor.matrix.double()
+    scores = (plain @ weight.T + predictor.bias.double()).view(8, 2, num_experts)
+    best, order = scores.topk(num_chosen + NUM_BESIDE, dim=-1)
+    # A score adds up 51 products of a row that was rounded twice: off by gamma(53) of the sum of
+    # magnitudes; a difference of two by twice that. No two scores are closer here.
+    magnitudes = (plain.abs() @ weight.abs().T + predictor.bias.abs().double()).view(scores.shape)
+    bound = 2 * 53 * 2.0**-24 * float(magnitudes.max())
+    assert float(best.diff(dim=-1).abs().min()) > bound
+    assert torch.equal(likely, order)
+    # The sigmoid's slope is at most 1/4; exp, sum and quotient: 8 units more.
+    assert (found - probabilities(best, num_chosen)).abs().max() <= bound / 4 + 8 * 2.0**-24
+
+
+def native_expert(seed: int = 0) -> NativeExpert:
+    matrices = (randn(8, 16, seed=seed), randn(8, 16, seed=seed + 1), randn(16, 8, seed=seed + 2))
+    prepared = kernels.prepare(ExpertWeights(*matrices))
+    assert isinstance(prepared, NativeExpert)
+    return prepared
+
+
+def test_residency_lets_go_of_what_is_not_in_use() -> None:
+    residency, expert, key = kernels.Residency(2, 4), native_expert(), ExpertKey(1, 2)
+    residency.put(key, expert)
+    assert [i for i, address in enumerate(residency.experts) if address] == [6]
+    residency.pins[6] = 1
+    assert not residency.release(key)
+    assert residency.experts[6] == ctypes.addressof(expert.struct)
+    residency.pins[6] = 0
+    assert residency.release(key)
+    assert not any(residency.experts)
+    residency.put(key, expert.expert)  # in a form that the kernels do not know
+    assert not any(residency.experts)

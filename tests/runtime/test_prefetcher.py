@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import astuple
 
 import pytest
@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from specter_runtime.experts import ExpertKey, Routing
 from specter_runtime.metrics import CacheStats
+from specter_runtime.predictor import Prediction
 from specter_runtime.prefetcher import (
     MEMORY,
-    PRIOR_PRECISION,
+    NEVER,
     PRIOR_WEIGHT,
+    SHARED,
     Pace,
     Prefetcher,
-    RankPrecision,
-    is_worth_reading,
+    least_probability,
     measure_pace,
 )
 
@@ -45,9 +46,6 @@ class RecordingCache:
         self.held.add(key)
         self.read.append(key)
         return True
-
-    def is_resident(self, key: ExpertKey) -> bool:
-        return key in self.held
 
     def stats(self) -> CacheStats:
         return self.counters.copy()
@@ -157,36 +155,24 @@ def test_only_routed_experts_are_asked_for_and_never_beyond_the_budget(
 # ---- predictions ----------------------------------------------------------------------------
 
 
-def test_precision_of_a_rank_is_the_decaying_share_of_right_predictions() -> None:
-    precision, right, count = RankPrecision(), PRIOR_PRECISION * PRIOR_WEIGHT, PRIOR_WEIGHT
-    assert precision.of(1) == PRIOR_PRECISION
-    for i in range(50):
-        precision.observe(1, was_needed=i % 3 == 0)
-        right, count = MEMORY * right + (i % 3 == 0), MEMORY * count + 1
-    assert precision.of(1) == pytest.approx(right / count, rel=1e-12)
-    assert precision.of(0) == PRIOR_PRECISION  # ranks are counted by themselves
-    for _ in range(3000):
-        precision.observe(1, was_needed=True)
-    assert precision.of(1) > 0.999
-
-
 @pytest.mark.parametrize(
-    ("precision", "pace", "expected"),
+    ("num_ahead", "pace", "expected"),
     [
-        (0.9, Pace(0.0, 0.0, 0.0, 0.0), False),  # nothing is known to be waited for
-        (0.01, Pace(5.0, 2.0, 3.0, 0.0), True),  # the link is idle
-        (0.0, Pace(5.0, 2.0, 3.0, 0.0), False),  # but nobody wants it
-        (0.5, Pace(5.0, 3.0, 3.0, 1.0), False),  # 1.5 gained, 1.5 lost
-        (0.51, Pace(5.0, 3.0, 3.0, 1.0), True),
-        (0.51, Pace(2.0, 3.0, 3.0, 1.0), False),  # it comes but two seconds earlier
-        (0.51, Pace(5.0, 3.0, 3.0, 0.6), True),
-        (1.0, Pace(1e-9, 1.0, 9.0, 1.0), True),  # is never read in vain
+        (1, Pace(0.0, 0.0, 0.0, 0.0), NEVER),  # nothing is known to be waited for
+        (1, Pace(5.0, 0.0, 3.0, 0.5), NEVER),  # and if nothing is, there is nothing to gain
+        (1, Pace(5.0, 2.0, 0.0, 1.0), 0.0),  # reads that take no time
+        (1, Pace(5.0, 2.0, 3.0, 0.0), 1.2 / (1.2 + 1.2)),  # 0.6 x 2 to gain, 0.4 x 3 to lose
+        (1, Pace(5.0, 2.0, 3.0, 0.6), 3.0 / (1.2 + 3.0)),  # a demand that waits 0.6 x 3 besides
+        (1, Pace(1.0, 2.0, 3.0, 0.6), 3.0 / (0.6 + 3.0)),  # it comes but a second earlier
+        (2, Pace(1.0, 2.0, 3.0, 0.6), 3.0 / (1.2 + 3.0)),  # or two
+        (3, Pace(1.0, 2.0, 3.0, 0.6), 3.0 / (1.2 + 3.0)),  # but none waits longer than that
     ],
 )
 def test_a_read_ahead_is_weighed_against_a_read_in_vain(
-    precision: float, pace: Pace, expected: bool
+    num_ahead: int, pace: Pace, expected: float
 ) -> None:
-    assert is_worth_reading(precision, pace) == expected
+    assert SHARED == 0.4  # what the figures are made with
+    assert least_probability(num_ahead, pace) == pytest.approx(expected, rel=1e-12)
 
 
 def test_pace_is_taken_from_the_counters_of_a_pass() -> None:
@@ -200,42 +186,90 @@ def test_pace_is_taken_from_the_counters_of_a_pass() -> None:
     assert idle.link_share == pytest.approx(0.8)
 
 
-def predict(cache: RecordingCache, prefetcher: Prefetcher, needed: list[int]) -> list[ExpertKey]:
-    """One pass in which layer 1 is foreseen to need 4, 5, 6 and 7; what was read for it."""
-    cache.asked.clear()
-    cache.read.clear()
-    prefetcher.observe_prediction(routing(1, [4, 5, 6, 7]))
+def run_pass(
+    cache: RecordingCache,
+    prefetcher: Prefetcher,
+    likely: Sequence[tuple[int, float]] = (),
+    num_useful: int = 0,
+) -> None:
+    """A pass through ten layers; it waits for a second, as long as a read, for each of four."""
+    prefetcher.begin_pass()
+    if likely:
+        prefetcher.observe_prediction([Prediction(1, 1, likely)])
     cache.counters.misses += 4
     cache.counters.loads += 4
     cache.counters.stall_seconds += 4
     cache.counters.link_busy_seconds += 4
-    prefetcher.learn([routing(0, [0]), routing(1, needed)])
+    cache.counters.useful_prefetches += num_useful
+    prefetcher.end_pass(10)
     prefetcher.end_window()
-    cache.held -= set(cache.read)
-    return list(cache.read)
 
 
-def test_only_ranks_that_have_proved_right_are_read_and_residents_are_protected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A pass takes 10 s; it waits for a second, as long as a read, for each of four experts."""
+@pytest.fixture
+def pass_of_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", itertools.count(step=10).__next__)
+
+
+@pytest.mark.usefixtures("pass_of_ten_seconds")
+def test_what_is_likely_enough_is_asked_for_once_something_was_waited_for() -> None:
+    """0.6 x 1 to gain and 0.8 x 1 to lose, in the long run: 4 in 7."""
     cache = RecordingCache(held=keys((1, 5)))
     prefetcher = make_prefetcher(cache, 100 * EXPERT_BYTES)
-    assert predict(cache, prefetcher, [4, 5]) == []  # nothing was waited for as yet
-    assert cache.asked == [(ExpertKey(1, 5), 1)]
-    for _ in range(200):
-        read = predict(cache, prefetcher, [4, 5])  # the first rank is right, the last two are not
-        if read == keys((1, 4)):
-            break
-    assert read == keys((1, 4))
-    assert cache.asked == [(ExpertKey(1, 4), 1), (ExpertKey(1, 5), 1)]
+    likely = [(4, 0.999), (5, 0.6), (6, 0.58), (7, 0.56)]
+    run_pass(cache, prefetcher, likely)
+    assert cache.asked == []
+    for _ in range(100):  # the pace is known to 0.8 ** 100, the share to 1e-9 of 0.4
+        run_pass(cache, prefetcher)
+    assert prefetcher.least_probabilities(2) == pytest.approx([4 / 7, 4 / 7], rel=1e-8)
+    run_pass(cache, prefetcher, likely)
+    assert cache.asked == [(ExpertKey(1, 4), 1), (ExpertKey(1, 5), 1), (ExpertKey(1, 6), 1)]
+    assert cache.read == keys((1, 4), (1, 6))
 
 
+@pytest.mark.usefixtures("pass_of_ten_seconds")
+def test_a_predictor_that_promises_too_much_is_believed_less() -> None:
+    cache = RecordingCache()
+    prefetcher = make_prefetcher(cache, 100 * EXPERT_BYTES)
+    for _ in range(100):
+        run_pass(cache, prefetcher)
+    assert prefetcher.least_probabilities(1) == pytest.approx([4 / 7], rel=1e-8)
+    expected = useful = PRIOR_WEIGHT
+    for _ in range(30):  # two reads of probability 0.9, of which one is useful
+        run_pass(cache, prefetcher, [(4, 0.9), (5, 0.9)], num_useful=1)
+        expected = MEMORY * (expected - PRIOR_WEIGHT) + PRIOR_WEIGHT + 1.8
+        useful = MEMORY * (useful - PRIOR_WEIGHT) + PRIOR_WEIGHT + 1
+        least = 4 / 7 * expected / useful
+        assert prefetcher.least_probabilities(1) == pytest.approx([least], rel=1e-8)
+        cache.held.clear()
+    assert 0.8 < least < 0.9
+    run_pass(cache, prefetcher, [(4, 0.8)])
+    assert cache.asked[-1] == (ExpertKey(1, 5), 1)
+    for _ in range(800):  # what was lost is forgiven: 16 of a hundred million are left
+        run_pass(cache, prefetcher)
+    assert prefetcher.least_probabilities(1) == pytest.approx([4 / 7], rel=1e-6)
+    for _ in range(100):  # more trust than in a prediction's own figures there is not
+        run_pass(cache, prefetcher, num_useful=1)
+    assert prefetcher.least_probabilities(1) == pytest.approx([4 / 7], rel=1e-8)
+
+
+@pytest.mark.usefixtures("pass_of_ten_seconds")
+def test_predictions_keep_to_the_budget_of_their_pass() -> None:
+    cache = RecordingCache(held=keys((1, 5)))
+    prefetcher = make_prefetcher(cache, 2 * EXPERT_BYTES)
+    for _ in range(100):
+        run_pass(cache, prefetcher)
+    for _ in range(2):
+        run_pass(cache, prefetcher, [(4, 0.99), (5, 0.99), (6, 0.99), (7, 0.99)])
+        assert cache.read == keys((1, 4), (1, 6))
+        cache.held -= set(cache.read)
+        cache.read.clear()
+
+
+@pytest.mark.usefixtures("pass_of_ten_seconds")
 def test_a_pass_without_predictions_teaches_nothing() -> None:
     cache = RecordingCache()
     prefetcher = make_prefetcher(cache, 100 * EXPERT_BYTES)
     cache.counters.stall_seconds, cache.counters.misses = 1e9, 1
-    prefetcher.learn([routing(0, [0])])
-    prefetcher.observe_prediction(routing(1, [4]))
-    assert cache.read == []
+    prefetcher.begin_pass()
+    prefetcher.end_pass(10)
+    assert prefetcher.least_probabilities(1) == [NEVER]

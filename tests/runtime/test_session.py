@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from specter_build.pipeline import build
 from specter_build.recipe import Recipe
-from specter_runtime import kernels
+from specter_runtime import kernels, prefetcher
 from specter_runtime.bundle_loader import load_bundle
-from specter_runtime.config import RuntimeConfig, SamplingConfig
+from specter_runtime.config import PredictorKind, RuntimeConfig, SamplingConfig
 from specter_runtime.errors import BundleError, SpecterError
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
 from specter_runtime.experts import ExpertKey
@@ -243,14 +243,20 @@ def test_a_damaged_packed_shard_is_an_error_that_names_the_expert(
 
 
 @pytest.mark.parametrize("encoding", ["raw", "packed"])
-def test_the_next_layers_router_moves_experts_and_changes_no_token(
-    bundles: dict[str, Path], encoding: str
+@pytest.mark.parametrize("predictor", ["fitted", "router"])
+def test_a_predictor_moves_experts_and_changes_no_token(
+    bundles: dict[str, Path],
+    encoding: str,
+    predictor: PredictorKind,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Whatever is likelier than not is read, as if that paid for experts of a few kilobytes."""
+    monkeypatch.setattr(prefetcher, "least_probability", lambda num_ahead, pace: 0.5)
     root = bundles[encoding]
     plain = RuntimeConfig(num_draft_tokens=0)
     plain = replace(plain, memory_budget_bytes=least_budget(root, plain) + 40_000)
     expected = generate(root, plain)
-    with Session.open(root, replace(plain, predict_next_layer=True)) as session:
+    with Session.open(root, replace(plain, predictor=predictor)) as session:
         assert list(session.generate_ids(PROMPT, NUM_TOKENS, stop_at_eos=False)) == expected
         assert session.stats.cache.prefetch_loads > 0
         assert session.stats.cache.useful_prefetches > 0
@@ -373,7 +379,7 @@ def ways_of(root: Path, config: RuntimeConfig, num_tokens: int = 100) -> set[str
     return set(counts)
 
 
-PLAIN, PREDICTS = "K = 0", "K = 0 + next layer"
+PLAIN, PREDICTS = "K = 0", "K = 0 + predictor"
 ROOMY = 4 << 20
 """A budget with slots enough for windows of five tokens."""
 
@@ -385,9 +391,10 @@ ROOMY = 4 << 20
         ({"governor": False}, {"K = 4"}),
         ({"num_draft_tokens": 2}, {"K = 2"}),
         ({"num_draft_tokens": 0}, {PLAIN}),
-        ({"num_draft_tokens": 0, "predict_next_layer": True}, {PREDICTS}),
-        ({"num_draft_tokens": 0, "prefetch": False}, {PLAIN}),
-        ({"predict_next_layer": True}, {PREDICTS, "K = 4"}),
+        ({"num_draft_tokens": 0, "predictor": "fitted"}, {PREDICTS}),
+        ({"num_draft_tokens": 0, "predictor": "router"}, {PREDICTS}),
+        ({"num_draft_tokens": 0, "predictor": "fitted", "prefetch": False}, {PLAIN}),
+        ({"predictor": "fitted"}, {PREDICTS, "K = 4"}),
         ({"prefetch": False, "draft_stop": False}, {PLAIN, "K = 4"}),
     ],
     ids=str,

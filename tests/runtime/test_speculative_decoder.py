@@ -25,6 +25,7 @@ from specter_runtime.errors import SpecterError
 from specter_runtime.experts import Batch, ExpertProvider, PackedExperts, Routing
 from specter_runtime.governor import Governor, Lookahead
 from specter_runtime.kv_cache import KVCache
+from specter_runtime.predictor import Prediction
 from specter_runtime.session import Session
 from specter_runtime.speculative_decoder import SpeculativeDecoder
 from tests import oracles
@@ -382,9 +383,6 @@ class RecordingPrefetcher:
     def observe(self, routings: Sequence[object]) -> None:
         self.events.append(len(routings))
 
-    def learn(self, routings: Sequence[object]) -> None:
-        self.events.append("learn")
-
     def end_window(self) -> None:
         self.events.append("end")
 
@@ -405,7 +403,7 @@ def test_the_prefetcher_hears_of_every_drafted_token_and_of_every_windows_end(
         GREEDY,
     )
     generation = decoder.generate(PROMPT, GenerationLimits(9))
-    window = [2, 2, 2, "learn", "end"]  # three drafted tokens of two layers each
+    window = [2, 2, 2, "end"]  # three drafted tokens of two layers each
     next(generation)
     assert prefetcher.events == []
     next(generation)
@@ -446,21 +444,28 @@ class ScriptedGovernor(Governor):
         self.observed.append((way, num_tokens))
 
 
-PLAIN, PREDICTS, FOUR = Lookahead(0), Lookahead(0, predicts_next_layer=True), Lookahead(4)
+PLAIN, PREDICTS, FOUR = Lookahead(0), Lookahead(0, predicts=True), Lookahead(4)
 SCRIPTS: dict[str, Callable[[int, Lookahead], float]] = {
     "plain wins": lambda window, way: 1.0 if way == PLAIN else 9.0,
     "the draft wins": lambda window, way: 1.0 if way == FOUR else 9.0,
-    "the next layer's router wins": lambda window, way: 1.0 if way == PREDICTS else 9.0,
+    "the predictor wins": lambda window, way: 1.0 if way == PREDICTS else 9.0,
     "all alike": lambda window, way: 1.0,
     "now one, now the other": lambda window, way: 9.0 if (window // 20) % 2 == (way == FOUR) else 1,
 }
 
 
 class HearingPrefetcher(RecordingPrefetcher):
-    """Notes predictions as well."""
+    """Notes passes with predictions as well."""
 
-    def observe_prediction(self, routing: Routing) -> None:
-        self.events.append("prediction")
+    def begin_pass(self) -> None:
+        self.events.append("pass")
+
+    def end_pass(self, num_layers: int) -> None:
+        assert self.events.pop() == "pass"
+        self.events.append(f"{num_layers} layers foretold")
+
+    def observe_prediction(self, predictions: Sequence[Prediction]) -> None:
+        raise AssertionError("the model has no predictor")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -489,16 +494,16 @@ def test_greedy_tokens_do_not_depend_on_what_the_governor_chooses(
     passes = list(decoder.generate(PROMPT, GenerationLimits(num_tokens)))
     assert [token for tokens in passes for token in tokens] == expected
     counts = decoder.stats.windows_by_lookahead
-    assert counts.keys() == {"K = 0", "K = 0 + next layer", "K = 4"}
+    assert counts.keys() == {"K = 0", "K = 0 + predictor", "K = 4"}
     assert counts.total() == decoder.stats.num_windows == len(passes) - 1
-    assert prefetcher.events.count("prediction") == counts["K = 0 + next layer"]  # of two layers
+    assert prefetcher.events.count("2 layers foretold") == counts["K = 0 + predictor"]
     assert [n for _, n in governor.observed] == [len(tokens) for tokens in passes[1:]][
         : len(governor.observed)
     ]
     if script == "plain wins":
-        assert counts["K = 4"] == counts["K = 0 + next layer"] == 2
+        assert counts["K = 4"] == counts["K = 0 + predictor"] == 2
     if script == "the draft wins" and draft == "the target itself":
-        assert counts["K = 4"] > counts["K = 0"] + counts["K = 0 + next layer"]
+        assert counts["K = 4"] > counts["K = 0"] + counts["K = 0 + predictor"]
 
 
 def greedy_tokens_of(target: OpenModel, num_tokens: int) -> Iterator[int]:

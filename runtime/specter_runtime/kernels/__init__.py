@@ -7,7 +7,7 @@ other in the last bits (sums run in another order). ``SPECTER_KERNELS=torch`` tu
 A row of a result is the same to the bit whatever the number of rows and threads, and whether the
 weights are raw or packed bfloat16: see the head of ``native.cpp``.
 
-Called by: moe, layers, session.  Next: native.cpp.
+Called by: moe, layers, model, row_pass, session.  Next: native.cpp.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
 from specter_runtime.config import RoutingConfig, Scoring
-from specter_runtime.experts import Expert, ExpertWeights, PackedExpert, PackedWeights
+from specter_runtime.experts import Expert, ExpertKey, ExpertWeights, PackedExpert, PackedWeights
 from specter_runtime.packed import PackedTensor
 from specter_runtime.packed_bf16 import ESCAPE_OUTSIDE, ESCAPES_OUT_OF_ORDER, PackedBfloat16
+from specter_runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
-ABI = 4
+ABI = 5
 MAX_ROWS = 32
 """Rows of activations up to which the kernels are the faster way."""
 
@@ -82,10 +83,11 @@ class _Gate(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("router", "norm", "norm_bias", "correction_bias")),
+        ("predictor", _POINTER),
         *((name, ctypes.c_float) for name in ("eps", "norm_min", "scaling_factor")),
         *((name, ctypes.c_int32) for name in ("scoring", "num_chosen", "norm_topk_prob")),
         *((name, ctypes.c_int32) for name in ("n_group", "topk_group", "group_is_max")),
-        ("unused", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("num_ahead", "num_likely", "unused")),
     )
 
 
@@ -101,6 +103,27 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("eps", "clip", "scaling", "residual_multiplier")),
         ("cache_kind", ctypes.c_int32),
         ("unused", ctypes.c_int32),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """``struct Layer`` of native.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("attention", "gate", "keys", "values")),
+        *((name, ctypes.c_float) for name in ("residual_multiplier", "swiglu_limit")),
+    )
+
+
+class _Pass(ctypes.Structure):
+    """``struct Pass`` of native.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("layers", "hidden", "normed", "probs", "selected")),
+        *((name, _POINTER) for name in ("weights", "likely", "probabilities")),
+        *((name, _POINTER) for name in ("experts", "pins")),
+        *((name, ctypes.c_int32) for name in ("num_layers", "num_experts", "num_chosen", "width")),
+        *((name, ctypes.c_int32) for name in ("num_ahead", "num_likely", "kind", "unused")),
     )
 
 
@@ -153,10 +176,16 @@ def _open(path: Path) -> ctypes.CDLL | None:
     )  # fmt: skip
     native.specter_gate.argtypes = (
         _POINTER, _POINTER, ctypes.c_int32, ctypes.c_int32, _POINTER, _POINTER, _POINTER, _POINTER,
+        _POINTER, _POINTER,
     )  # fmt: skip
     native.specter_combine.argtypes = (
         _POINTER, _POINTER, _POINTER, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32,
         ctypes.c_int32, _POINTER,
+    )  # fmt: skip
+    native.specter_release.argtypes = (_POINTER, _POINTER, ctypes.c_int64)
+    native.specter_pass.argtypes = (
+        _POINTER, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, _POINTER,
+        _POINTER, ctypes.c_double, _POINTER,
     )  # fmt: skip
     return native
 
@@ -241,13 +270,13 @@ class NativeExpert:
     gate: NativeMatrix
     up: NativeMatrix
     down: NativeMatrix
-    addresses: tuple[int, int, int]  # of their structs
+    struct: _Expert  # its id is left open
 
     @classmethod
     def of(cls, expert: Expert, gate: NativeMatrix, up: NativeMatrix, down: NativeMatrix) -> Self:
         """Bind an expert's matrices."""
-        addresses = (ctypes.addressof(m.struct) for m in (gate, up, down))
-        return cls(expert, gate, up, down, (next(addresses), next(addresses), next(addresses)))
+        struct = _Expert(*(ctypes.addressof(m.struct) for m in (gate, up, down)))
+        return cls(expert, gate, up, down, struct)
 
     def locate_escapes(self, buffer: torch.Tensor, start: int) -> None:
         """Look anew where the escapes of a packed expert are, in a slot that was read into again.
@@ -260,7 +289,7 @@ class NativeExpert:
             ValueError: they contradict each other.
         """
         native = _native()
-        pointers = (_POINTER * 3)(*self.addresses)
+        pointers = (_POINTER * 3)(self.struct.gate, self.struct.up, self.struct.down)
         room = (len(buffer) - start) // 4
         problem = native.specter_locate_escapes(pointers, 3, buffer.data_ptr() + start, room)
         if problem:
@@ -296,8 +325,8 @@ def compute_experts(
         return
     structs = (_Expert * len(experts))()
     for struct, (index, expert) in zip(structs, experts, strict=True):
-        struct.gate, struct.up, struct.down = expert.addresses
-        struct.id = index
+        own = expert.struct
+        struct.gate, struct.up, struct.down, struct.id = own.gate, own.up, own.down, index
     _native().specter_experts(
         structs,
         len(experts),
@@ -370,6 +399,7 @@ class AttentionKernel:
         self,
         matrices: Sequence[NativeMatrix],
         vectors: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
         **options: float,
     ) -> None:
         """Point at a layer's weights.
@@ -378,6 +408,7 @@ class AttentionKernel:
             matrices: q, k, v and o.
             vectors: in float32: the input norm's weight and bias, the norms of queries and keys,
                 sinks; None for what the model does not have.
+            dtype: of hidden states, keys and values; one of ``HIDDEN_DTYPES``.
             options: fields of ``struct Attention`` by name.
         """
         self._kept = (*matrices, *vectors)
@@ -387,6 +418,12 @@ class AttentionKernel:
         )
         for name, value in options.items():
             setattr(self._struct, name, value)
+        self._struct.cache_kind = HIDDEN_DTYPES[dtype]
+
+    @property
+    def address(self) -> int:
+        """Of the struct."""
+        return ctypes.addressof(self._struct)
 
     def compute(
         self,
@@ -399,10 +436,9 @@ class AttentionKernel:
     ) -> torch.Tensor:
         """``hidden`` plus attention, ``[T, D]``; writes ``keys`` and ``values``.
 
-        All are of one dtype of ``HIDDEN_DTYPES``.
+        All are of the kernel's dtype, cos and sin float32.
         """
         native = _native()
-        self._struct.cache_kind = HIDDEN_DTYPES[keys.dtype]
         hidden = hidden.contiguous()
         out = torch.empty_like(hidden)
         native.specter_attention(
@@ -419,6 +455,26 @@ class AttentionKernel:
         return out
 
 
+class Gated(NamedTuple):
+    """What a gate makes of T rows.
+
+    Attributes:
+        normed: ``[T, D]``, in the dtype of the hidden states.
+        selected_experts: as the next two, see ``Routing``.
+        routing_weights: see there.
+        router_probs: see there.
+        likely: int64 ``[T, J, C]``: the likeliest experts of J later layers, none unless asked.
+        probabilities: float32 ``[T, J, C]``: of each that it is chosen.
+    """
+
+    normed: torch.Tensor
+    selected_experts: torch.Tensor
+    routing_weights: torch.Tensor
+    router_probs: torch.Tensor
+    likely: torch.Tensor
+    probabilities: torch.Tensor
+
+
 class GateKernel:
     """One layer's router, the norm before it, and the choice of experts behind it."""
 
@@ -431,17 +487,24 @@ class GateKernel:
         eps: float,
         routing: RoutingConfig,
         num_experts_per_tok: int,
+        predictor: Predictor | None = None,
     ) -> None:
-        """Point at a layer's weights; all but the router are in float32.
+        """Point at a layer's weights; all but router and predictor are in float32.
 
         ``routing.scoring`` is one of ``GATE_SCORINGS``.
         """
-        self._kept = (router, norm, norm_bias, correction_bias)
+        vectors = (norm, norm_bias, correction_bias)
+        foretold, self.likely_shape = None, (0, 0)  # [J, C]
+        if predictor is not None:
+            foretold = NativeMatrix.of(predictor.matrix, predictor.bias)
+            self.likely_shape = (len(predictor.layers), predictor.num_likely)
+        self._kept = (router, *vectors, foretold)
         self._num_experts = router.struct.rows
         self._num_chosen = num_experts_per_tok
         self._struct = _Gate(
             ctypes.addressof(router.struct),
-            *(None if vector is None else vector.data_ptr() for vector in self._kept[1:]),
+            *(None if vector is None else vector.data_ptr() for vector in vectors),
+            None if foretold is None else ctypes.addressof(foretold.struct),
             eps=eps,
             norm_min=routing.norm_min,
             scaling_factor=routing.routed_scaling_factor,
@@ -452,15 +515,19 @@ class GateKernel:
             topk_group=routing.topk_group,
             group_is_max=routing.group_score == "max",
         )
+        self._struct.num_ahead, self._struct.num_likely = self.likely_shape
 
-    def compute(
-        self, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    @property
+    def address(self) -> int:
+        """Of the struct."""
+        return ctypes.addressof(self._struct)
+
+    def compute(self, hidden: torch.Tensor, *, predicts: bool = False) -> Gated:
         """For ``hidden`` ``[T, D]``, of a dtype of ``HIDDEN_DTYPES``.
 
-        Returns:
-            Its norm, in its dtype; then, as in ``Routing``, the chosen experts, their weights
-            and the probabilities of all.
+        Args:
+            hidden: of the rows.
+            predicts: whether the predictor is asked too; there must be one.
         """
         hidden = hidden.contiguous()
         num_rows = hidden.shape[0]
@@ -468,6 +535,8 @@ class GateKernel:
         probs = torch.empty(num_rows, self._num_experts)
         selected = torch.empty(num_rows, self._num_chosen, dtype=torch.int64)
         weights = torch.empty(num_rows, self._num_chosen)
+        shape = (num_rows, *(self.likely_shape if predicts else (0, 0)))
+        likely, probabilities = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
         _native().specter_gate(
             ctypes.byref(self._struct),
             hidden.data_ptr(),
@@ -477,5 +546,150 @@ class GateKernel:
             probs.data_ptr(),
             selected.data_ptr(),
             weights.data_ptr(),
+            likely.data_ptr() if predicts else None,
+            probabilities.data_ptr() if predicts else None,
         )
-        return normed, selected, weights, probs
+        return Gated(normed, selected, weights, probs, likely, probabilities)
+
+
+class Residency:
+    """Which experts are in fast memory, and which are in use: read by a pass without Python.
+
+    One thread passes; those that load and evict are kept apart by a lock of their own.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        """Begin with none."""
+        self.num_experts = num_experts
+        count = num_layers * num_experts
+        self._native = _native()
+        self.experts = (ctypes.c_uint64 * count)()
+        self.pins = (ctypes.c_int32 * count)()
+
+    def put(self, key: ExpertKey, expert: Expert) -> None:
+        """Offer an expert, if it is in a form for the kernels, until it is released."""
+        if isinstance(expert, NativeExpert):
+            address = ctypes.addressof(expert.struct)
+            self.experts[key.layer * self.num_experts + key.expert] = address
+
+    def release(self, key: ExpertKey) -> bool:
+        """Take an expert back; False if it is in use."""
+        place = key.layer * self.num_experts + key.expert
+        return bool(self._native.specter_release(self.experts, self.pins, place))
+
+
+@dataclass(frozen=True, slots=True)
+class PassLayer:
+    """What a pass needs of a layer; without kernels, it stops before it."""
+
+    attention: AttentionKernel | None
+    gate: GateKernel | None
+    keys: torch.Tensor  # [S, G, C]
+    values: torch.Tensor
+    residual_multiplier: float
+    swiglu_limit: float | None
+
+
+class PassKernel:
+    """A row's way through the layers, as far as the experts in fast memory reach.
+
+    Attributes:
+        hidden: ``[1, D]``: what goes in and comes out; behind the gate when stopped there.
+        normed: ``[1, D]``: what the experts of that layer are given.
+        selected_experts: int64 ``[L, K]``: as the next two, see ``Routing``; of each layer.
+        routing_weights: float32 ``[L, K]``.
+        router_probs: float32 ``[L, E]``.
+        likely: int64 ``[L, J, C]``: see ``Gated``.
+        probabilities: float32 ``[L, J, C]``.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[PassLayer],
+        residency: Residency,
+        num_chosen: int,
+        width: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Point at all layers.
+
+        Args:
+            layers: all of the model.
+            residency: the experts.
+            num_chosen: experts of a token in a layer.
+            width: of hidden states.
+            dtype: of hidden states, one of ``HIDDEN_DTYPES``.
+        """
+        shapes = [layer.gate.likely_shape for layer in layers if layer.gate is not None]
+        num_ahead, num_likely = max(shapes, default=(0, 0))
+        count = len(layers)
+        self.hidden, self.normed = torch.empty(2, 1, width, dtype=dtype)
+        self.router_probs = torch.empty(count, residency.num_experts)
+        self.selected_experts = torch.empty(count, num_chosen, dtype=torch.int64)
+        self.routing_weights = torch.empty(count, num_chosen)
+        self.likely = torch.empty(count, num_ahead, num_likely, dtype=torch.int64)
+        self.probabilities = torch.empty(count, num_ahead, num_likely)
+        self._layers = (_Layer * count)()
+        for struct, layer in zip(self._layers, layers, strict=True):
+            if layer.attention is not None and layer.gate is not None:
+                struct.attention, struct.gate = layer.attention.address, layer.gate.address
+            struct.keys, struct.values = layer.keys.data_ptr(), layer.values.data_ptr()
+            struct.residual_multiplier = layer.residual_multiplier
+            struct.swiglu_limit = layer.swiglu_limit or 0.0
+        self._kept = (layers, residency)
+        arrays = [self.hidden, self.normed, self.router_probs, self.selected_experts]
+        arrays += [self.routing_weights, self.likely, self.probabilities]
+        tables = (residency.experts, residency.pins)
+        self._struct = _Pass(
+            ctypes.addressof(self._layers),
+            *(array.data_ptr() for array in arrays),
+            *(ctypes.addressof(table) for table in tables),
+            count,
+            residency.num_experts,
+            num_chosen,
+            width,
+            num_ahead,
+            num_likely,
+            HIDDEN_DTYPES[dtype],
+        )
+
+    def run(
+        self,
+        first_layer: int,
+        position: int,
+        cos: torch.Tensor,  # [1, 1, pairs]
+        sin: torch.Tensor,  # [1, 1, pairs]
+        *,
+        is_routed: bool,
+        predicts: bool,
+        patience_seconds: float,
+    ) -> tuple[int, bool, float]:
+        """Go on from a layer.
+
+        Args:
+            first_layer: where to begin.
+            position: of the row.
+            cos: of its rotation.
+            sin: likewise.
+            is_routed: whether attention and gate of the first layer have been run.
+            predicts: whether the predictors are asked too.
+            patience_seconds: how long to wait for absent experts of the first layer, if routed.
+
+        Returns:
+            Where it stopped; whether behind that layer's gate, since chosen experts are absent
+            (else before a layer that it cannot run, or behind the last one); and the seconds that
+            it has waited.
+        """
+        waited = ctypes.c_double()
+        found = _native().specter_pass(
+            ctypes.byref(self._struct),
+            first_layer,
+            is_routed,
+            predicts,
+            position,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            patience_seconds,
+            ctypes.byref(waited),
+        )
+        return found // 2, bool(found % 2), waited.value

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -71,9 +72,12 @@ struct Gate {
   const Matrix* router;
   const float *norm, *norm_bias;  // as in Attention
   const float* correction_bias;   // [E], or null
+  const Matrix* predictor;        // [num_ahead * E, D], or null: see predict
   float eps, norm_min, scaling_factor;
   int32_t scoring;                // 0: softmax, 1: sigmoid, 2: softmax over the chosen
-  int32_t num_chosen, norm_topk_prob, n_group, topk_group, group_is_max, unused;
+  int32_t num_chosen, norm_topk_prob, n_group, topk_group, group_is_max;
+  int32_t num_ahead, num_likely;  // layers that the predictor speaks of; experts named of each
+  int32_t unused;
 };
 
 // The attention half of a decoder layer; a null pointer is an option that the model does not have.
@@ -86,6 +90,32 @@ struct Attention {
   int32_t norm_is_full, norm_after_rope, interleaved, window;  // window 0: none
   float eps, clip, scaling, residual_multiplier;               // clip 0: none
   int32_t cache_kind, unused;
+};
+
+// A decoder layer that specter_pass can run; without attention or gate it cannot.
+struct Layer {
+  const Attention* attention;
+  const Gate* gate;
+  void *keys, *values;        // its room in the cache
+  float residual_multiplier;  // of what the experts add
+  float swiglu_limit;         // as in specter_experts
+};
+
+// One row on its way through the layers. Hidden states are of the kind that the cache is; arrays with a
+// dimension L hold what each layer's gate found.
+struct Pass {
+  const Layer* layers;           // [L]
+  void *hidden, *normed;         // [D]: before the layer, or behind its attention; the norm of that
+  float* probs;                  // [L, E]
+  int64_t* selected;             // [L, K]
+  float* weights;                // [L, K]
+  int64_t* likely;               // [L, J, C]
+  float* probabilities;          // [L, J, C]
+  const uint64_t* experts;       // [L, E]: the addresses of those in fast memory, else 0
+  int32_t* pins;                 // [L, E]: how many use each at present
+  int32_t num_layers, num_experts, num_chosen, width;
+  int32_t num_ahead, num_likely;  // J and C
+  int32_t kind, unused;
 };
 
 }  // extern "C"
@@ -696,17 +726,38 @@ void select_experts(const Gate& gate, const float* logits, float* probs, int64_t
   for (int k = 0; k < num_chosen; ++k) weights[k] *= gate.scaling_factor;
 }
 
+// The likeliest experts of a later layer and the probability of each that it is chosen, from predicted
+// scores: sigmoid(score - border), where the border lies between the last that would be chosen and the
+// first that would not. There are more experts than are chosen.
+void predict(const float* scores, int num_experts, int num_chosen, int num_likely, int64_t* likely,
+             float* probabilities) {
+  largest(scores, num_experts, num_likely, likely);
+  const float border = 0.5f * (scores[likely[num_chosen - 1]] + scores[likely[num_chosen]]);
+  for (int i = 0; i < num_likely; ++i)
+    probabilities[i] = 1.0f / (1.0f + exp_fast(border - scores[likely[i]]));
+}
+
 // ---- attention --------------------------------------------------------------------------------------
+
+// What a norm takes off a row, and multiplies the rest by: layer norm if `is_centered`, else
+// root-mean-square norm.
+struct Scaling {
+  float center, scale;
+};
+
+Scaling scaling_of(const float* x, bool is_centered, float eps, int width) {
+  double mean = 0.0, square = 0.0;
+  for (int c = 0; is_centered && c < width; ++c) mean += x[c];
+  mean /= width;
+  for (int c = 0; c < width; ++c) square += (x[c] - mean) * (x[c] - mean);
+  return {float(mean), float(1.0 / std::sqrt(square / width + eps))};
+}
 
 void normalize(const float* x, const float* weight, const float* bias, float eps, int width,
                float* out) {
-  double mean = 0.0, square = 0.0;
-  for (int c = 0; bias && c < width; ++c) mean += x[c];
-  mean /= width;
-  for (int c = 0; c < width; ++c) square += (x[c] - mean) * (x[c] - mean);
-  const float scale = float(1.0 / std::sqrt(square / width + eps)), center = float(mean);
+  const Scaling s = scaling_of(x, bias != nullptr, eps, width);
   for (int c = 0; c < width; ++c) {
-    out[c] = (x[c] - center) * scale * weight[c];
+    out[c] = (x[c] - s.center) * s.scale * weight[c];
     if (bias) out[c] += bias[c];
   }
 }
@@ -835,7 +886,7 @@ void attend_group(const Attention& a, const float* queries, int group, int64_t l
 
 extern "C" {
 
-int specter_abi() { return 4; }
+int specter_abi() { return 5; }
 
 const char* specter_isa() { return use_avx2() ? "avx2" : "generic"; }
 
@@ -1018,9 +1069,11 @@ void specter_attention(const Attention* a, const void* hidden, int32_t num_rows,
 
 // What a router makes of rows of hidden states: normed is norm(hidden), rounded to `kind` as hidden
 // is; of the rounded rows are probs [num_rows, E], the softmax of the logits, selected and weights
-// [num_rows, num_chosen], the best first.
+// [num_rows, num_chosen], the best first. If `likely` is not null, the predictor is asked as well, for
+// the hidden states normed without weights: likely and probabilities [num_rows, num_ahead, num_likely].
 void specter_gate(const Gate* gate, const void* hidden, int32_t kind, int32_t num_rows, void* normed,
-                  float* probs, int64_t* selected, float* weights) {
+                  float* probs, int64_t* selected, float* weights, int64_t* likely,
+                  float* probabilities) {
   const Matrix& router = *gate->router;
   const int width = router.columns;
   Padded rows(num_rows, width);
@@ -1043,6 +1096,147 @@ void specter_gate(const Gate* gate, const void* hidden, int32_t kind, int32_t nu
   for (int r = 0; r < num_rows; ++r)
     select_experts(*gate, &logits[size_t(r) * router.rows], probs + int64_t(r) * router.rows,
                    selected + int64_t(r) * gate->num_chosen, weights + int64_t(r) * gate->num_chosen);
+  if (!likely) return;
+  const Matrix& predictor = *gate->predictor;
+  for (int r = 0; r < num_rows; ++r) {
+    const float* row = load_row(hidden, kind, int64_t(r) * width, width, buffer.data());
+    const Scaling s = scaling_of(row, gate->norm_bias != nullptr, gate->eps, width);
+    for (int c = 0; c < width; ++c) rows.data[r * rows.stride + c] = (row[c] - s.center) * s.scale;
+  }
+  std::vector<float> scores(size_t(num_rows) * predictor.rows);
+  Pool::get().run(tasks_of(predictor), [&](int task) {
+    each_row(predictor, task, [&](int n, float* scratch) {
+      row_products(predictor, n, rows.data.data(), rows.stride, num_rows, scratch,
+                   scores.data() + n, predictor.rows);
+    });
+  });
+  for (int i = 0; i < num_rows * gate->num_ahead; ++i)
+    predict(&scores[size_t(i) * router.rows], router.rows, gate->num_chosen, gate->num_likely,
+            likely + int64_t(i) * gate->num_likely, probabilities + int64_t(i) * gate->num_likely);
+}
+
+// ---- a row through the layers ---------------------------------------------------------------------
+
+}  // extern "C"
+
+namespace {
+
+uint64_t address_of(const Pass& p, int64_t place) {
+  return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(p.experts[place])).load();
+}
+
+// Keeps an expert from being released: whether it is there. The pin comes before the look, as the
+// release comes before its look at the pins: one of the two sees the other.
+bool pin(const Pass& p, int64_t place, Expert* expert) {
+  std::atomic_ref<int32_t> pins(p.pins[place]);
+  pins.fetch_add(1);
+  const uint64_t address = address_of(p, place);
+  if (address == 0) {
+    pins.fetch_sub(1);
+    return false;
+  }
+  *expert = *reinterpret_cast<const Expert*>(address);
+  return true;
+}
+
+void unpin(const Pass& p, int64_t place) { std::atomic_ref<int32_t>(p.pins[place]).fetch_sub(1); }
+
+// The chosen experts of layer l, those that are there first, then the others as they come: whether all
+// came within `patience` seconds. Without patience nothing is computed unless all are there.
+bool run_experts(const Pass& p, int32_t l, const int64_t* selected, double patience, double* waited,
+                 float* outputs) {
+  using Clock = std::chrono::steady_clock;
+  const int64_t first = int64_t(l) * p.num_experts;
+  std::vector<int64_t> missing(selected, selected + p.num_chosen), later;
+  std::vector<Expert> found;
+  for (;;) {
+    found.clear();
+    later.clear();
+    for (int64_t id : missing) {
+      Expert expert;
+      if (pin(p, first + id, &expert)) {
+        expert.id = id;
+        found.push_back(expert);
+      } else {
+        later.push_back(id);
+      }
+    }
+    if (!found.empty() && (later.empty() || patience > 0.0))
+      specter_experts(found.data(), int32_t(found.size()), p.normed, p.kind, selected, 1,
+                      p.num_chosen, p.layers[l].swiglu_limit, outputs);
+    for (const Expert& expert : found) unpin(p, first + expert.id);
+    if (later.empty()) return true;
+    if (*waited >= patience) return false;
+    missing.swap(later);
+    if (!found.empty()) continue;
+    const auto started = Clock::now();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    *waited += std::chrono::duration<double>(Clock::now() - started).count();
+  }
+}
+
+// hidden += the sum of the experts, rounded step by step as torch rounds it.
+void add_experts(const Pass& p, const Layer& layer, const float* outputs, const float* weights,
+                 const int64_t* selected) {
+  std::vector<float> stored(p.width), mixed(p.width), before(p.width);
+  const auto round = [&](float* row) {
+    store_row(row, p.width, p.kind, stored.data(), 0);
+    const float* rounded = load_row(stored.data(), p.kind, 0, p.width, row);
+    if (rounded != row) std::memcpy(row, rounded, sizeof(float) * p.width);
+  };
+  specter_combine(outputs, weights, selected, 1, p.num_chosen, p.width, kFloat32, mixed.data());
+  round(mixed.data());
+  if (layer.residual_multiplier != 1.0f) {
+    for (float& value : mixed) value *= layer.residual_multiplier;
+    round(mixed.data());
+  }
+  const float* row = load_row(p.hidden, p.kind, 0, p.width, before.data());
+  for (int c = 0; c < p.width; ++c) mixed[c] += row[c];
+  store_row(mixed.data(), p.width, p.kind, p.hidden, 0);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Takes an expert out of the table, unless a pass is using it: whether it did.
+int specter_release(uint64_t* experts, const int32_t* pins, int64_t place) {
+  std::atomic_ref<uint64_t> entry(experts[place]);
+  const uint64_t address = entry.exchange(0);
+  if (std::atomic_ref<int32_t>(const_cast<int32_t&>(pins[place])).load() == 0) return 1;
+  entry.store(address);
+  return 0;
+}
+
+// Runs a row at `position` through the layers from `first` on, for as long as nobody else is needed.
+// cos and sin are [pairs]. Of the first layer, attention and gate have been run if `is_routed`; then its
+// absent experts are waited for, up to `patience` seconds. `waited` becomes the seconds that were.
+// Of all others, the predictors are asked too if `predicts`. Returns twice the layer at which it stopped,
+// and 1 more if that is behind its gate, since chosen experts are absent; else it is before a layer that
+// it cannot run, or behind the last one.
+int32_t specter_pass(const Pass* p, int32_t first, int32_t is_routed, int32_t predicts,
+                     int64_t position, const float* cos, const float* sin, double patience,
+                     double* waited) {
+  std::vector<float> outputs(size_t(p->num_chosen) * p->width);
+  *waited = 0.0;
+  for (int32_t l = first; l < p->num_layers; ++l, is_routed = 0, patience = 0.0) {
+    const Layer& layer = p->layers[l];
+    if (!layer.attention || !layer.gate) return 2 * l;
+    int64_t* selected = p->selected + int64_t(l) * p->num_chosen;
+    float* weights = p->weights + int64_t(l) * p->num_chosen;
+    if (!is_routed) {
+      const bool asks = predicts && layer.gate->predictor;
+      const int64_t at = int64_t(l) * p->num_ahead * p->num_likely;
+      specter_attention(layer.attention, p->hidden, 1, position, layer.keys, layer.values, cos, sin,
+                        p->hidden);
+      specter_gate(layer.gate, p->hidden, p->kind, 1, p->normed,
+                   p->probs + int64_t(l) * p->num_experts, selected, weights,
+                   asks ? p->likely + at : nullptr, asks ? p->probabilities + at : nullptr);
+    }
+    if (!run_experts(*p, l, selected, patience, waited, outputs.data())) return 2 * l + 1;
+    add_experts(*p, layer, outputs.data(), weights, selected);
+  }
+  return 2 * p->num_layers;
 }
 
 // The matrix as float32 [rows, columns].
