@@ -53,8 +53,7 @@ ABLATIONS = (
     Arm("no overlap", "specter", "packed", {"overlap": False}),
     Arm("next layer's router", "specter", "packed", {"predictor": "router"}),
     Arm("fitted predictor", "specter", "packed", {"predictor": "fitted"}),
-    Arm("no draft", "specter", "packed", {"num_draft_tokens": 0}),
-    Arm("no draft stop", "specter", "packed", {"draft_stop": False}),
+    Arm("a draft of 2 tokens", "specter", "packed", {"num_draft_tokens": 2}),
     Arm("torch's kernels", "specter", "packed", environment={"SPECTER_KERNELS": "torch"}),
 )
 ARMS_BY_NAME = {arm.name: arm for arm in ARMS + ABLATIONS}
