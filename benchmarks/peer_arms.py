@@ -53,7 +53,12 @@ ABLATIONS = (
     Arm("no overlap", "specter", "packed", {"overlap": False}),
     Arm("next layer's router", "specter", "packed", {"predictor": "router"}),
     Arm("fitted predictor", "specter", "packed", {"predictor": "fitted"}),
-    Arm("a draft of 2 tokens", "specter", "packed", {"num_draft_tokens": 2}),
+    Arm(
+        "a draft of 2 tokens",
+        "specter",
+        "packed",
+        {"num_draft_tokens": 2, "bound_by_slots": False},
+    ),
     Arm("torch's kernels", "specter", "packed", environment={"SPECTER_KERNELS": "torch"}),
 )
 ARMS_BY_NAME = {arm.name: arm for arm in ARMS + ABLATIONS}

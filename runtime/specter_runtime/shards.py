@@ -221,7 +221,9 @@ def read_tensor(path: Path, entry: TensorEntry) -> torch.Tensor:
                 raise EOFError(f"{path}: ended {len(view) - done} bytes early")
             done += count
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), entry.start, entry.nbytes, os.POSIX_FADV_DONTNEED)
+            start = entry.start // ALIGNMENT * ALIGNMENT  # parts of pages would not be dropped
+            length = align_up(entry.start + entry.nbytes) - start
+            os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
     return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
