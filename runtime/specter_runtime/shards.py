@@ -221,9 +221,9 @@ def read_tensor(path: Path, entry: TensorEntry) -> torch.Tensor:
                 raise EOFError(f"{path}: ended {len(view) - done} bytes early")
             done += count
         if hasattr(os, "posix_fadvise"):
-            start = entry.start // ALIGNMENT * ALIGNMENT  # parts of pages would not be dropped
-            length = align_up(entry.start + entry.nbytes) - start
-            os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
+            # The kernel keeps pages together and drops a cluster only if the range has all of it:
+            # from the file's start on, so that one which two tensors share goes with the second.
+            os.posix_fadvise(file.fileno(), 0, align_up(entry.stop), os.POSIX_FADV_DONTNEED)
     return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
