@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import mmap
+import os
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +176,35 @@ def test_read_tensors_own_their_memory(tmp_path: Path) -> None:
         file.seek(ALIGNMENT)
         file.write(bytes(3))
     assert tensors["a"].tolist() == [7, 7, 7]
+
+
+def num_cached_pages(path: Path) -> int:
+    """Pages of a file that the page cache holds (mincore(2) of a mapping of it)."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        num_pages = -(-len(mapped) // mmap.PAGESIZE)
+        states = (ctypes.c_ubyte * num_pages)()
+        first = ctypes.c_char.from_buffer(mapped)
+        length = ctypes.c_size_t(len(mapped))
+        failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.byref(first), length, states)
+        del first  # a mapping that something points into cannot be closed
+    assert not failed, os.strerror(ctypes.get_errno())
+    return sum(state & 1 for state in states)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what its page cache holds")
+def test_page_cache_keeps_nothing_of_what_was_read(tmp_path: Path) -> None:
+    """Or a memory cap would count it twice. Pages are kept together, also those of two tensors."""
+    path = tmp_path / "file.safetensors"
+    sizes = (442_368, 55_296, 100_001) * 8
+    write_tensors(path, {str(i): torch.ones(n, dtype=torch.uint8) for i, n in enumerate(sizes)}, {})
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if num_cached_pages(path):
+        pytest.skip("a file system whose files are the page cache")
+    header = read_header(path, BundleError)
+    assert num_cached_pages(path)
+    read_tensors(path, header)
+    assert num_cached_pages(path) == 0
 
 
 def test_file_that_shrinks_after_its_header_was_read_is_an_early_end(tmp_path: Path) -> None:
