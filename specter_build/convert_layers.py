@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -148,8 +149,9 @@ def _convert_layer(
     if quantized.packed:
         names = {key: checkpoint.matrix_names(key) for key in keys}
         write_tensors(work / draft_path(index), draft_tensors(quantized.packed, names), {})
+    draft_routing = replace(draft.routing, router_probs=None)  # the target's are kept, for replays
     profile = LayerProfile(
-        routing, draft.routing, quantized.relative_error, quantized.fallback_experts
+        routing, draft_routing, quantized.relative_error, quantized.fallback_experts
     )
     return (target.hidden, draft.hidden), profile
 

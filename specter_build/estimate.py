@@ -274,9 +274,13 @@ def _audit_nbytes(
 
 
 def _routes_nbytes(recipe: Recipe, config: ModelConfig) -> int:
-    """Bytes of both streams' routes through all layers: an int64 and a float32 a choice."""
+    """Bytes of both streams' routes through all layers.
+
+    An int64 and a float32 a choice, and a float16 for each expert's probability in the target.
+    """
     tokens = recipe.calibration.num_sequences * recipe.calibration.sequence_length
-    return 2 * (8 + 4) * tokens * config.num_experts_per_tok * len(config.moe_layers)
+    per_token = 2 * (8 + 4) * config.num_experts_per_tok + 2 * config.num_experts
+    return tokens * per_token * len(config.moe_layers)
 
 
 def _converting_nbytes(

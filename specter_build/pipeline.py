@@ -179,6 +179,7 @@ def write_records(
         "token_ids": inputs.sequences.to(torch.int32),
         "layers": torch.tensor(list(profiles), dtype=torch.int32),
         "draft_agrees": heads.agrees,
+        "draft_confidence": heads.confidence.to(torch.float16),
     }
     for name in ("target", "draft"):
         routings = [getattr(profile, name) for profile in profiles.values()]
@@ -186,6 +187,8 @@ def write_records(
         weights = torch.stack([r.routing_weights.to(torch.float16) for r in routings])
         routes[f"{name}.selected_experts"] = experts.view(shape)  # [L, N, T, K]
         routes[f"{name}.routing_weights"] = weights.view(shape)
+    probs = [p.target.router_probs for p in profiles.values() if p.target.router_probs is not None]
+    routes["target.router_probs"] = torch.stack(probs).view(shape)  # [L, N, T, E]
     write_tensors(work / ROUTES_FILE, routes, {})
     write_text(work / PLAN_FILE, plan.to_json())
     write_text(work / REPORT_FILE, _json(report))

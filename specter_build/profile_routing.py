@@ -25,6 +25,8 @@ from specter_runtime.model import DecoderLayer, bind, embed, head_logits
 COMPUTE_DTYPE = torch.float32
 PLAIN_DTYPE = torch.bfloat16
 """Of plain inputs, some of which are kept while later layers run."""
+ROUTER_PROBS_DTYPE = torch.float16
+"""Of the routers' probabilities, which are kept for replays."""
 HEAD_ROWS = 512
 """Rows of logits held at a time."""
 
@@ -37,10 +39,12 @@ class HeadComparison:
         agrees: bool ``[N, T]``: same argmax.
         overlap: float32 ``[N, T]``: sum over tokens of min(target, draft) probability, which is the
             acceptance rate of rejection sampling at temperature 1 (arXiv 2211.17192, theorem 3.5).
+        confidence: float32 ``[N, T]``: the draft's probability of its argmax.
     """
 
     agrees: torch.Tensor
     overlap: torch.Tensor
+    confidence: torch.Tensor
 
 
 class LayerPass(NamedTuple):
@@ -92,8 +96,8 @@ class LayerRunner:
         ).flatten(0, 1)
         plain = layer.plain_input(attended).to(PLAIN_DTYPE)
         rows, routing = layer.mlp([attended], provider)
-        if routing is not None:  # is kept to the end; what was not chosen is not
-            routing = replace(routing, router_probs=None)
+        if routing is not None and routing.router_probs is not None:  # is kept to the end
+            routing = replace(routing, router_probs=routing.router_probs.to(ROUTER_PROBS_DTYPE))
         return LayerPass(rows[0].view(hidden.shape), layer.mlp_input(attended), plain, routing)
 
     def compare_heads(
@@ -104,7 +108,7 @@ class LayerRunner:
     ) -> HeadComparison:
         """Apply the final norm and the head to both streams."""
         bound, config = self._bind_common(common), self._config
-        agrees, overlaps = [], []
+        agrees, overlaps, confidences = [], [], []
         streams = (torch.split(stream.flatten(0, 1), HEAD_ROWS) for stream in (target, draft))
         for rows in zip(*streams, strict=True):
             target_logits, draft_logits = (
@@ -112,10 +116,11 @@ class LayerRunner:
                 for x in rows
             )
             agrees.append(target_logits.argmax(-1) == draft_logits.argmax(-1))
-            both = torch.minimum(target_logits.softmax(-1), draft_logits.softmax(-1))
-            overlaps.append(both.sum(-1))
-        shape = target.shape[:2]
-        return HeadComparison(torch.cat(agrees).view(shape), torch.cat(overlaps).view(shape))
+            draft_probs = draft_logits.softmax(-1)
+            overlaps.append(torch.minimum(target_logits.softmax(-1), draft_probs).sum(-1))
+            confidences.append(draft_probs.amax(-1))
+        found = (torch.cat(rows).view(target.shape[:2]) for rows in (agrees, overlaps, confidences))
+        return HeadComparison(*found)
 
     def _bind_common(self, common: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return bind(self._config, None, common, self._names, COMPUTE_DTYPE)

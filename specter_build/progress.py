@@ -145,9 +145,11 @@ class Progress:
             observations: of all layers that later ones are still to be foretold from.
         """
         if profile is not None:
+            assert profile.target.router_probs is not None, "the layers' runner keeps them"
             tensors = {
                 "target.selected_experts": profile.target.selected_experts,
                 "target.routing_weights": profile.target.routing_weights,
+                "target.router_probs": profile.target.router_probs,
                 "draft.selected_experts": profile.draft.selected_experts,
                 "draft.routing_weights": profile.draft.routing_weights,
                 "relative_error": torch.tensor(profile.relative_error, dtype=torch.float64),
@@ -193,7 +195,12 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 def _read_profile(path: Path, index: int) -> LayerProfile:
     tensors = _read(path)
     target, draft = (
-        Routing(index, tensors[f"{name}.selected_experts"], tensors[f"{name}.routing_weights"])
+        Routing(
+            index,
+            tensors[f"{name}.selected_experts"],
+            tensors[f"{name}.routing_weights"],
+            tensors.get(f"{name}.router_probs"),
+        )
         for name in ("target", "draft")
     )
     fallback = tuple(tensors["fallback_experts"].tolist())

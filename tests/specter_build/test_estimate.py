@@ -172,7 +172,8 @@ def test_nothing_of_a_layer_outlives_it_but_its_routes_and_what_predictors_are_f
     build(recipe.model_copy(update={"output": str(tmp_path / "bundle")}), folder, observe)
     common = set(Checkpoint(folder / "checkpoint").dense_names(None))
     assert names == [common] * (NUM_LAYERS + 1)
-    routes = 2 * NUM_SEQUENCES * NUM_TOKENS * PER_TOKEN * (8 + 4)  # an int64 and a float32
+    # An int64 and a float32 a choice in either stream, a float16 an expert in the target's.
+    routes = NUM_SEQUENCES * NUM_TOKENS * (2 * PER_TOKEN * (8 + 4) + 2 * 4)
     observed = NUM_SEQUENCES * NUM_TOKENS * (32 * 2 + 4 * 4)  # bfloat16 inputs, float32 scores
     num_kept = [1, 2, 2, 2, 2, 0]  # two layers ahead; behind the last there is nothing to foretell
     growth = [after - before for before, after in itertools.pairwise(sizes[1:])]
@@ -191,7 +192,7 @@ def test_estimate_grows_with_depth_by_routes_or_by_what_the_audit_holds(
         config = replace(sizes.config, num_hidden_layers=num_layers)
         return build_nbytes(recipe, config, "float32", sizes.expert_numbers, dtype)
 
-    routes = 2 * NUM_SEQUENCES * NUM_TOKENS * PER_TOKEN * (8 + 4)
+    routes = NUM_SEQUENCES * NUM_TOKENS * (2 * PER_TOKEN * (8 + 4) + 2 * 4)
     assert at_depth(NUM_LAYERS) == sizes.build_bytes
     deepest = replace(sizes.config, num_hidden_layers=10_000)
     held = dense_nbytes(deepest, "float32")

@@ -1115,6 +1115,8 @@ def test_routes_have_the_promised_shapes_and_types(built: BuildResult) -> None:
         "token_ids": (torch.int32, tokens),
         "layers": (torch.int32, (2,)),
         "draft_agrees": (torch.bool, tokens),
+        "draft_confidence": (torch.float16, tokens),
+        "target.router_probs": (torch.float16, (2, *tokens, 4)),
         "target.selected_experts": (torch.int16, routes),
         "draft.selected_experts": (torch.int16, routes),
         "target.routing_weights": (torch.float16, routes),

@@ -272,7 +272,7 @@ def make_routing(seed: int, layer: int) -> Routing:
 
 def report_of(target: Routing, draft: Routing, agrees: torch.Tensor, config: ModelConfig) -> Json:
     layer = summarize_layer(LayerProfile(target, draft, 0.25), NUM_SEQUENCES, config)
-    heads = HeadComparison(agrees, agrees.to(torch.float32))
+    heads = HeadComparison(agrees, agrees.to(torch.float32), torch.ones(agrees.shape))
     sizes = {"dense_bytes": 1, "draft_bytes": 2, "shard_bytes": 3}
     bits = [[4] * NUM_EXPERTS]
     return make_report(config, [], [layer], heads, {"bits": 4}, bits, sizes, {"seed": 0})
