@@ -7,7 +7,7 @@ those without, the one goes that is worth least to keep. What it is worth, a pol
 * ``ReuseValues``: how much the routers have wanted it of late, chosen or not;
 * ``LeastRecentlyUsed``: when it was used last.
 
-Called by: expert_cache, specter_build.plan_placement.
+Called by: slot_table, session, simulator, specter_build.plan_placement.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from specter_runtime.config import Eviction
 from specter_runtime.experts import ExpertKey, Routing
 
 UNKNOWN = -2
@@ -127,6 +128,12 @@ class LeastRecentlyUsed:
         steps = np.arange(len(selected))[:, None]
         self._values[first_layer + steps, selected] = self._now + 1 + steps
         self._now += len(selected)
+
+
+EVICTION_POLICIES: dict[Eviction, type[ReuseValues] | type[LeastRecentlyUsed]] = {
+    "reuse": ReuseValues,
+    "lru": LeastRecentlyUsed,
+}
 
 
 def _ranks(

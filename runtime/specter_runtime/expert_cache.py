@@ -7,38 +7,32 @@ others as they arrive; the prefetcher asks ahead (``prefetch``); the draft takes
 verification will need them.
 
 The cache needs one slot to make progress: what has been consumed is unpinned at once and gives way.
-It never decides *what* to evict (``eviction.choose_victim``) nor *how* to read (``expert_store``).
+It decides nothing: *what* to evict and read next is up to ``slot_table``, *how* to read to
+``expert_store``.
 
 Called by: moe (as provider), row_pass, draft_engine, prefetcher, session.
-Next: eviction, expert_store.
+Next: slot_table, expert_store.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 
-from specter_runtime.errors import CapacityError, SpecterError
-from specter_runtime.eviction import UNKNOWN, EvictionPolicy, choose_victim
+from specter_runtime.errors import SpecterError
+from specter_runtime.eviction import EvictionPolicy
 from specter_runtime.expert_store import ExpertStore, aligned_buffer
 from specter_runtime.experts import Batch, Expert, ExpertKey, Routing
 from specter_runtime.metrics import CacheStats
+from specter_runtime.slot_table import NOW, Load, LoadKind, SlotTable
 
 logger = logging.getLogger(__name__)
-
-NOW = -1
-"""Deadline of a demand: before every layer."""
-
-LoadKind = Literal["demand", "prefetch"]
 
 
 class Residency(Protocol):
@@ -60,15 +54,6 @@ class _Slot:
     buffer: memoryview
     tensor: torch.Tensor  # the same bytes
     expert: Expert | None = None  # what the last read brought
-
-
-@dataclass(slots=True)
-class _Load:
-    """A read that is queued or in flight."""
-
-    key: ExpertKey
-    kind: LoadKind
-    in_flight: bool = False
 
 
 class ExpertCache:
@@ -112,31 +97,17 @@ class ExpertCache:
         Raises:
             CapacityError: there is no slot.
         """
-        if num_slots < 1:
-            raise CapacityError(f"the expert cache needs at least 1 slot, got {num_slots}")
+        self._table = SlotTable(num_slots, policy, None if residency is None else residency.release)
         self._store = store
         self._view = view
-        self._policy = policy
         self.overlap = overlap
         self._residency = residency
         self._held: list[ExpertKey] = []
         self._load_timeout_seconds = load_timeout_seconds
         self.num_slots = num_slots
         arena = aligned_buffer(num_slots * store.slot_bytes)
-        self._free = [self._slot(arena, i) for i in range(num_slots)]
-        self._resident: dict[ExpertKey, _Slot] = {}
-        shape = policy.values.shape  # [L, E], as that of the next three
-        self._evictable = np.zeros(shape, dtype=bool)  # resident and not pinned
-        self._pins = np.zeros(shape, dtype=np.int64)
-        self._next_use = np.full(shape, UNKNOWN)  # layer at which the window needs it
-        self._loads: dict[ExpertKey, _Load] = {}
-        self._demands: deque[ExpertKey] = deque()
-        self._prefetches: list[tuple[int, int, ExpertKey]] = []  # heap: deadline, order
-        self._num_asked = 0
-        self._due: dict[int, list[ExpertKey]] = {}  # what has a next use, by layer
+        self._slots = [self._slot(arena, i) for i in range(num_slots)]
         self._failures: dict[ExpertKey, tuple[LoadKind, SpecterError]] = {}
-        self._prefetched: set[ExpertKey] = set()  # resident or in flight, not demanded since
-        self._stats = CacheStats()
         self._num_reading = 0
         self._reading_since = 0.0
         self._closed = False
@@ -183,39 +154,23 @@ class ExpertCache:
         self, routing: Routing, keys: list[ExpertKey]
     ) -> tuple[list[tuple[ExpertKey, Expert]], set[ExpertKey]]:
         """Pin all ``keys``; split them into resident and awaited; queue what nobody reads yet."""
-        ready: list[tuple[ExpertKey, Expert]] = []
-        waiting: set[ExpertKey] = set()
         with self._lock:
-            self._policy.observe(routing)
-            self._pass_by(routing.layer, keys)
-            for key in keys:
-                self._pins[key] += 1
-                self._evictable[key] = False
-                slot = self._resident.get(key)
-                load = self._loads.get(key)
-                if slot is not None and slot.expert is not None:
-                    self._stats.hits += 1
-                    self._count_useful(key)
-                    ready.append((key, slot.expert))
-                elif load is not None and load.in_flight:
-                    self._stats.late_hits += 1
-                    self._count_useful(key)
-                    waiting.add(key)
-                else:
-                    self._stats.misses += 1
-                    waiting.add(key)
-                    if load is None or load.kind == "prefetch":  # else queued by an earlier demand
-                        self._queue_demand(key)
-        return ready, waiting
+            ready, waiting = self._table.demand(routing, keys)
+            for key in waiting:
+                self._forget_failure(key)
+                self._work_queued.notify()
+            return self._found(ready), waiting
 
-    def _pass_by(self, layer: int, keys: Collection[ExpertKey]) -> None:
-        """Forget what was foreseen of a layer that has come to need ``keys``."""
-        for key in self._due.pop(layer, ()):
-            self._next_use[key] = UNKNOWN
-            load = self._loads.get(key)
-            is_idle = load is not None and load.kind == "prefetch" and not load.in_flight
-            if is_idle and key not in keys:
-                del self._loads[key]  # was foreseen wrongly; its place in the heap is skipped
+    def _found(self, keys: Iterable[ExpertKey]) -> list[tuple[ExpertKey, Expert]]:
+        """Those of the experts that are resident."""
+        found = []
+        for key in keys:
+            slot = self._table.slot_of(key)
+            if slot is not None:
+                expert = self._slots[slot].expert
+                assert expert is not None, "a read has filled the slot of a resident expert"
+                found.append((key, expert))
+        return found
 
     def observe_used(
         self,
@@ -234,34 +189,15 @@ class ExpertCache:
         if not len(selected) and not stall_seconds:
             return
         with self._lock:
-            self._stats.stall_seconds += stall_seconds
-            self._policy.observe_token(first_layer, selected.numpy(), probs.numpy())
-            self._stats.hits += selected.numel()
-            if self._prefetches:  # they may have been waiting for a slot
+            self._table.stats.stall_seconds += stall_seconds
+            self._table.observe_used(first_layer, selected.numpy(), probs.numpy())
+            if self._table.has_queued():  # it may have been waiting for a slot
                 self._work_queued.notify_all()
-            if not self._due and not self._prefetched:
-                return
-            for layer, experts in enumerate(selected.tolist(), start=first_layer):
-                keys = [ExpertKey(layer, expert) for expert in experts]
-                self._pass_by(layer, keys)
-                for key in keys:
-                    self._count_useful(key)
 
     def hold(self, routing: Routing) -> None:
         """Demand experts for one who uses them past the cache; ``observe_used`` lets go of them."""
         self._held = [ExpertKey(routing.layer, expert) for expert in routing.expert_ids()]
         self._demand(routing, self._held)
-
-    def _count_useful(self, key: ExpertKey) -> None:
-        if key in self._prefetched:
-            self._prefetched.discard(key)
-            self._stats.useful_prefetches += 1
-
-    def _queue_demand(self, key: ExpertKey) -> None:
-        """Queue a read before all prefetches; a queued prefetch of the same expert becomes it."""
-        self._add_load(key, "demand")
-        self._demands.append(key)
-        self._work_queued.notify()
 
     def _await(self, waiting: set[ExpertKey], num_ready: int) -> list[tuple[ExpertKey, Expert]]:
         """Block until some of the experts are resident; an overdue one is read right here.
@@ -276,13 +212,10 @@ class ExpertCache:
         try:
             with self._lock:
                 while True:
-                    arrived = []
                     for key in waiting:
-                        slot = self._resident.get(key)
-                        if slot is not None and slot.expert is not None:
-                            arrived.append((key, slot.expert))
-                        elif key in self._failures:
+                        if key in self._failures:
                             self._raise_or_retry(key)
+                    arrived = self._found(waiting)
                     if len(arrived) >= num_awaited:
                         return arrived
                     remaining = deadline - time.perf_counter()
@@ -292,14 +225,19 @@ class ExpertCache:
             return [self._read_in_foreground(next(iter(waiting)))]
         finally:
             with self._lock:
-                self._stats.stall_seconds += time.perf_counter() - started
+                self._table.stats.stall_seconds += time.perf_counter() - started
 
     def _raise_or_retry(self, key: ExpertKey) -> None:
         """A demand's failure is the caller's; a prefetch's is tried once more, as a demand."""
         kind, failure = self._failures.pop(key)
         if kind == "demand":
             raise failure
-        self._queue_demand(key)
+        self._table.queue_demand(key)
+        self._work_queued.notify()
+
+    def _forget_failure(self, key: ExpertKey) -> None:
+        """It is read anew."""
+        self._failures.pop(key, None)
 
     def _read_in_foreground(self, key: ExpertKey) -> tuple[ExpertKey, Expert]:
         """Read past a load that does not come: into memory of its own, used once, not cached."""
@@ -308,17 +246,15 @@ class ExpertCache:
         if isinstance(found, SpecterError):
             raise found
         with self._lock:
-            self._stats.overdue_loads += 1
-            self._stats.loads += 1
-            self._stats.loaded_bytes += self._store.nbytes(key)
+            self._table.stats.overdue_loads += 1
+            self._table.stats.loads += 1
+            self._table.stats.loaded_bytes += self._store.nbytes(key)
         return key, found
 
     def _unpin(self, keys: Iterable[ExpertKey]) -> None:
         with self._lock:
-            for key in keys:
-                self._pins[key] -= 1
-                self._evictable[key] = key in self._resident and not self._pins[key]
-            if self._demands or self._prefetches:  # they may have been waiting for a slot
+            self._table.unpin(keys)
+            if self._table.has_queued():  # it may have been waiting for a slot
                 self._work_queued.notify_all()
 
     # ---- the foreground: what is there ------------------------------------------------------
@@ -330,14 +266,10 @@ class ExpertCache:
         learnt of what the routers want, so a draft may be wrong without a cost.
         """
         keys = [ExpertKey(routing.layer, expert) for expert in routing.expert_ids()]
-        found: list[tuple[ExpertKey, Expert]] = []
         with self._lock:
-            for key in keys:
-                slot = self._resident.get(key)
-                if slot is not None and slot.expert is not None:
-                    self._pins[key] += 1
-                    self._evictable[key] = False
-                    found.append((key, slot.expert))
+            found = self._found(keys)
+            for key, _ in found:
+                self._table.pin(key)
         try:
             yield [(key.expert, weights) for key, weights in found]
         finally:
@@ -347,12 +279,12 @@ class ExpertCache:
         """How many of the experts are neither resident nor on their way."""
         keys = [ExpertKey(r.layer, expert) for r in routings for expert in r.expert_ids()]
         with self._lock:
-            return sum(key not in self._resident and key not in self._loads for key in keys)
+            return self._table.num_absent(keys)
 
     def is_resident(self, key: ExpertKey) -> bool:
         """Whether the expert could be used at once."""
         with self._lock:
-            return key in self._resident
+            return self._table.slot_of(key) is not None
 
     # ---- the foreground: looking ahead ------------------------------------------------------
 
@@ -363,26 +295,16 @@ class ExpertCache:
         layer ``deadline`` and gives way only to what is needed earlier.
         """
         with self._lock:
-            if self._next_use[key] == UNKNOWN:
-                self._next_use[key] = deadline
-                self._due.setdefault(deadline, []).append(key)
-            if key in self._resident or key in self._loads:
+            if not self._table.prefetch(key, deadline):
                 return False
-            self._add_load(key, "prefetch")
-            heapq.heappush(self._prefetches, (deadline, self._num_asked, key))
-            self._num_asked += 1
+            self._forget_failure(key)
             self._work_queued.notify()
             return True
 
     def cancel_prefetches(self) -> None:
         """Forget all lookahead; queued prefetches are dropped, those in flight arrive."""
         with self._lock:
-            self._forget_next_uses()
-            for _, _, key in self._prefetches:
-                load = self._loads.get(key)
-                if load is not None and load.kind == "prefetch" and not load.in_flight:
-                    del self._loads[key]
-            self._prefetches.clear()
+            self._table.cancel_prefetches()
 
     def warm(self, keys: Iterable[ExpertKey]) -> None:
         """Load experts and wait for them: the initial resident set.
@@ -397,24 +319,20 @@ class ExpertCache:
         for key in keys:
             self.prefetch(key, NOW)
         with self._lock:
-            while any(key in self._loads for key in keys):
+            while any(map(self._table.is_asked_for, keys)):
                 if not self._load_ended.wait(self._load_timeout_seconds):
                     logger.warning("reading the initial experts takes too long; going on without")
                     break
-            self._prefetched.difference_update(keys)
-            self._forget_next_uses()
+            self._table.forget_prefetched(keys)
+            self._table.forget_next_uses()
             failures = [self._failures.pop(key)[1] for key in keys if key in self._failures]
         if failures:
             raise failures[0]
 
-    def _forget_next_uses(self) -> None:
-        self._next_use.fill(UNKNOWN)
-        self._due.clear()
-
     def stats(self) -> CacheStats:
         """A snapshot of the counters."""
         with self._lock:
-            stats = self._stats.copy()
+            stats = self._table.stats.copy()
             if self._num_reading:
                 stats.link_busy_seconds += time.perf_counter() - self._reading_since
             return stats
@@ -432,24 +350,22 @@ class ExpertCache:
         for thread in self._threads:
             thread.join(self._load_timeout_seconds)
 
-    def _add_load(self, key: ExpertKey, kind: LoadKind) -> None:
-        self._failures.pop(key, None)
-        self._loads[key] = _Load(key, kind)
-
     # ---- the I/O threads --------------------------------------------------------------------
 
     def _serve(self) -> None:
         while True:
             with self._lock:
-                task = self._next_task()
+                task = None if self._closed else self._table.begin_read()
                 while task is None and not self._closed:
                     self._work_queued.wait()
-                    task = self._next_task()
-                if task is None or self._closed:
+                    task = None if self._closed else self._table.begin_read()
+                if task is None:
                     return
                 load, slot = task
-                self._begin_read(load)
-            found = self._read(load.key, slot)
+                if self._num_reading == 0:
+                    self._reading_since = time.perf_counter()
+                self._num_reading += 1
+            found = self._read(load.key, self._slots[slot])
             with self._lock:
                 self._end_read(load, slot, found)
                 self._load_ended.notify_all()
@@ -463,69 +379,17 @@ class ExpertCache:
         except Exception as exc:  # whatever it was, the foreground must learn of it
             return SpecterError(f"reading expert {tuple(key)} failed: {exc!r}")
 
-    def _next_task(self) -> tuple[_Load, _Slot] | None:
-        """The most urgent queued load for which there is a slot."""
-        if self._demands:
-            slot = self._take_slot(NOW)
-            if slot is not None:
-                return self._loads[self._demands.popleft()], slot
-            return None
-        while self._prefetches:
-            deadline, _, key = self._prefetches[0]
-            load = self._loads.get(key)
-            if load is None or load.kind != "prefetch" or load.in_flight:
-                heapq.heappop(self._prefetches)  # has become a demand since, or was cancelled
-                continue
-            slot = self._take_slot(deadline)
-            if slot is None:
-                return None
-            heapq.heappop(self._prefetches)
-            return load, slot
-        return None
-
-    def _take_slot(self, needed_at: int) -> _Slot | None:
-        """A free slot, by eviction if need be; None when everything resident is needed sooner."""
-        if self._free:
-            return self._free.pop()
-        values, evictable = self._policy.values, self._evictable
-        victim = choose_victim(values, evictable, self._next_use, needed_at)
-        while victim is not None and self._residency and not self._residency.release(victim):
-            if evictable is self._evictable:
-                evictable = evictable.copy()
-            evictable[victim] = False  # for this once: it is in use
-            victim = choose_victim(values, evictable, self._next_use, needed_at)
-        if victim is None:
-            return None
-        self._evictable[victim] = False
-        self._prefetched.discard(victim)
-        return self._resident.pop(victim)
-
-    def _begin_read(self, load: _Load) -> None:
-        load.in_flight = True
-        if load.kind == "prefetch":
-            self._stats.prefetch_loads += 1
-            self._prefetched.add(load.key)
-        if self._num_reading == 0:
-            self._reading_since = time.perf_counter()
-        self._num_reading += 1
-
-    def _end_read(self, load: _Load, slot: _Slot, found: Expert | SpecterError) -> None:
+    def _end_read(self, load: Load, slot: int, found: Expert | SpecterError) -> None:
         self._num_reading -= 1
         if self._num_reading == 0:
-            self._stats.link_busy_seconds += time.perf_counter() - self._reading_since
-        del self._loads[load.key]
+            self._table.stats.link_busy_seconds += time.perf_counter() - self._reading_since
         if not isinstance(found, SpecterError):
-            self._stats.loads += 1
-            self._stats.loaded_bytes += self._store.nbytes(load.key)
-            slot.expert = found
-            self._resident[load.key] = slot
-            self._evictable[load.key] = not self._pins[load.key]
+            self._slots[slot].expert = found
+            self._table.end_read(load, slot, self._store.nbytes(load.key))
             if self._residency is not None:
                 self._residency.put(load.key, found)
             return
-        self._free.append(slot)
+        self._table.fail_read(load, slot)
         self._failures[load.key] = (load.kind, found)
-        self._prefetched.discard(load.key)
         if load.kind == "prefetch":
-            self._stats.failed_prefetches += 1
             logger.warning("a prefetch failed and will be tried again on demand: %s", found)

@@ -8,16 +8,16 @@ does not evict what it is about to use.
 Where nothing is drafted, a predictor may speak of the next layers. It errs, and a read in vain
 keeps the link from what is needed. So only what is likely enough to be worth its read is read.
 
-Called by: speculative_decoder, row_pass.  Next: expert_cache.
+Called by: speculative_decoder, row_pass, simulator.  Next: expert_cache.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
+from typing import Protocol
 
-from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.experts import ExpertKey, Routing
 from specter_runtime.metrics import CacheStats
 from specter_runtime.predictor import Prediction
@@ -90,12 +90,35 @@ def measure_pace(stats: CacheStats, elapsed_seconds: float, num_layers: int, las
     return Pace(*(0.8 * before + 0.2 * now for before, now in pairs))
 
 
+class PrefetchedCache(Protocol):
+    """What reads ahead: the expert cache, or the simulator's."""
+
+    def prefetch(self, key: ExpertKey, deadline: int) -> bool:
+        """See ``ExpertCache.prefetch``."""
+        ...
+
+    def cancel_prefetches(self) -> None:
+        """See ``ExpertCache.cancel_prefetches``."""
+        ...
+
+    def stats(self) -> CacheStats:
+        """See ``ExpertCache.stats``."""
+        ...
+
+
 class Prefetcher:
     """Feeds one cache from one draft, window by window, or from routers, layer by layer."""
 
-    def __init__(self, cache: ExpertCache, budget_bytes: int, expert_bytes: int) -> None:
+    def __init__(
+        self,
+        cache: PrefetchedCache,
+        budget_bytes: int,
+        expert_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Serve ``cache``; queue at most ``budget_bytes`` of reads a window."""
         self._cache = cache
+        self._clock = clock
         self._max_reads = budget_bytes // expert_bytes
         self._num_reads = 0
         self._begun: tuple[float, CacheStats] | None = None  # the pass: when, with what counters
@@ -115,14 +138,14 @@ class Prefetcher:
 
     def begin_pass(self) -> None:
         """A pass begins for which there will be predictions."""
-        self._begun = time.perf_counter(), self._cache.stats()
+        self._begun = self._clock(), self._cache.stats()
 
     def end_pass(self, num_layers: int) -> None:
         """It has ended: look at the clock, and at what it waited for in ``num_layers`` layers."""
         assert self._begun is not None, "begin_pass comes first"
         started, before = self._begun
         recent = self._cache.stats().since(before)
-        self._pace = measure_pace(recent, time.perf_counter() - started, num_layers, self._pace)
+        self._pace = measure_pace(recent, self._clock() - started, num_layers, self._pace)
         prior = (1 - MEMORY) * PRIOR_WEIGHT
         self._useful = MEMORY * self._useful + prior + recent.useful_prefetches
         self._expected = MEMORY * self._expected + prior + self._promised

@@ -21,7 +21,6 @@ import torch
 from specter_runtime import kernels
 from specter_runtime.bundle_loader import Bundle, load_bundle
 from specter_runtime.config import (
-    Eviction,
     GenerationLimits,
     ModelConfig,
     RuntimeConfig,
@@ -29,7 +28,7 @@ from specter_runtime.config import (
 )
 from specter_runtime.draft_engine import ResidentDraft, SelfDrafter
 from specter_runtime.errors import CapacityError, SpecterError
-from specter_runtime.eviction import LeastRecentlyUsed, ReuseValues
+from specter_runtime.eviction import EVICTION_POLICIES
 from specter_runtime.expert_cache import ExpertCache
 from specter_runtime.expert_store import ExpertStore, ShardExpertStore
 from specter_runtime.experts import Expert, ExpertKey, PackedExperts, SlotExpert, escapes_start
@@ -46,11 +45,6 @@ from specter_runtime.speculative_decoder import PROMPT_CHUNK_TOKENS, Speculative
 from specter_runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-EVICTION_POLICIES: dict[Eviction, type[ReuseValues] | type[LeastRecentlyUsed]] = {
-    "reuse": ReuseValues,
-    "lru": LeastRecentlyUsed,
-}
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ class RecordingCache:
 
 
 def make_prefetcher(cache: RecordingCache, budget_bytes: int) -> Prefetcher:
-    return Prefetcher(cache, budget_bytes, EXPERT_BYTES)  # type: ignore[arg-type]
+    return Prefetcher(cache, budget_bytes, EXPERT_BYTES, lambda: time.perf_counter())
 
 
 def routing(layer: int, *rows: list[int]) -> Routing:
