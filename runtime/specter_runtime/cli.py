@@ -1,8 +1,8 @@
-"""``specter-run``: parses, calls the session, prints. No logic.
+"""``specter-run`` and ``specter-simulate``: parse, call, print. No logic.
 
 Text streams on stdout, everything else goes to stderr. Exit codes: 0 done, 2 bad input, 130 Ctrl-C.
 
-Called by: the shell.  Next: session.
+Called by: the shell.  Next: session, simulated_bundle.
 """
 
 from __future__ import annotations
@@ -255,6 +255,55 @@ def _describe(stats: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--hardware", required=True, help="A profile's file, or the name of one that ships.")
+@click.option(
+    "--memory-budget", "budgets", type=ByteSize(), multiple=True, help="Fast memory; repeatable."
+)
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(0, 64),
+    default=2,
+    show_default=True,
+    help="Of the policy that drafts.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+def simulate_command(
+    bundle: Path, hardware: str, budgets: tuple[int, ...], num_draft_tokens: int, as_json: bool
+) -> None:
+    """Tell what a token of BUNDLE would take on other hardware, policy by policy.
+
+    Replays the routes that calibration recorded. Without a budget, the plan's is taken.
+    """
+    from specter_runtime.hardware import load_hardware
+    from specter_runtime.simulated_bundle import SimulatedBundle
+
+    profile = load_hardware(hardware)
+    simulated = SimulatedBundle(bundle)
+    tables = {}
+    for budget in budgets or (simulated.planned_budget_bytes,):
+        rows = simulated.table(profile, budget, num_draft_tokens)
+        tables[str(budget)] = rows
+        click.echo(f"{format_bytes(budget)} on {profile.name}\n")
+        click.echo(_columns(rows) + "\n")
+    if as_json:
+        click.echo(json.dumps({"hardware": profile.name, "by_budget": tables}))
+
+
+def _columns(rows: list[dict[str, Any]]) -> str:
+    """Rows of equal keys as aligned columns."""
+    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        )
+        for line in lines
+    )
+
+
 def guarded(command: click.Command) -> NoReturn:
     """Run a command; a ``SpecterError`` becomes a message and exit code 2, Ctrl-C becomes 130."""
     # Idle OpenMP threads would spin and starve the I/O threads; must be set before torch loads.
@@ -279,3 +328,8 @@ def guarded(command: click.Command) -> NoReturn:
 def main_run() -> NoReturn:
     """Entry point of ``specter-run``."""
     guarded(run)
+
+
+def main_simulate() -> NoReturn:
+    """Entry point of ``specter-simulate``."""
+    guarded(simulate_command)

@@ -34,6 +34,12 @@ class CacheStats:
         """A snapshot."""
         return CacheStats(**{f.name: getattr(self, f.name) for f in fields(self)})
 
+    def plus(self, other: CacheStats) -> CacheStats:
+        """The sums of both."""
+        return CacheStats(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
     def since(self, earlier: CacheStats) -> CacheStats:
         """The counts between ``earlier`` and now."""
         return CacheStats(
