@@ -25,7 +25,7 @@ from specter_build.cli import main_build
 from specter_build.pipeline import build
 from specter_build.recipe import Recipe
 from specter_runtime.bundle_loader import file_sha256
-from specter_runtime.cli import main_run
+from specter_runtime.cli import main_run, main_simulate
 from specter_runtime.config import RuntimeConfig, SamplingConfig
 from specter_runtime.session import Session
 from tests.checkpoints import make_checkpoint, recipe_dict, write_recipe
@@ -64,6 +64,11 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 @pytest.fixture
 def specter_run(command: Command) -> Command:
     return lambda *arguments: command(main_run, *arguments)
+
+
+@pytest.fixture
+def specter_simulate(command: Command) -> Command:
+    return lambda *arguments: command(main_simulate, *arguments)
 
 
 @pytest.fixture
@@ -584,3 +589,42 @@ def test_bad_recipe_is_refused_and_nothing_written(
 
 def test_absent_recipe_is_refused_by_path(specter_build: Command, tmp_path: Path) -> None:
     assert str(tmp_path / "absent.yaml") in refused(specter_build(tmp_path / "absent.yaml"))
+
+
+# ---- specter-simulate -----------------------------------------------------------------------
+
+
+def test_simulate_prints_a_row_for_each_policy_and_the_same_as_json(
+    specter_simulate: Command, tiny_bundle: Path
+) -> None:
+    found = specter_simulate(tiny_bundle, "--hardware", "laptop-nvme", "--json")
+    assert found.code == 0, found
+    lines = found.stdout.splitlines()
+    ((_, rows),) = json.loads(lines[-1])["by_budget"].items()
+    names = [row["policy"] for row in rows]
+    assert {"specter", "plain LRU", "lru", "oracle", "oracle, 50% wrong", "a draft of 2"} <= {
+        *names
+    }
+    shown = [line for line in lines if any(line.startswith(f"{name} ") for name in names)]
+    assert len(shown) == len(rows)
+    for line, row in zip(shown, rows, strict=True):
+        assert line.split()[-1] == str(row["tokens a pass"])
+        assert row["TPOT ms"] > 0
+
+
+def test_simulate_names_what_is_wrong(
+    specter_simulate: Command, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "mine.json"
+    profile.write_text("{}")
+    cases = (
+        ((tiny_bundle, "--hardware", "rtx-1"), "rtx-1: no such file"),
+        ((tiny_bundle, "--hardware", profile), "mine.json: missing 'name'"),
+        ((tiny_bundle, "--hardware", "rtx-4090", "--memory-budget", "1kB"), "the minimum is"),
+        ((tmp_path, "--hardware", "rtx-4090"), "manifest.json"),
+    )
+    for arguments, message in cases:
+        found = specter_simulate(*arguments)
+        assert (found.code, found.stdout) == (2, "")
+        assert message in found.stderr
+        assert "Traceback" not in found.stderr
