@@ -49,11 +49,18 @@ def window_union(
     return hot[:, :whole].view(num_sequences, -1, window, num_experts).any(2)
 
 
-def window_recall(target: torch.Tensor, draft: torch.Tensor, window: int) -> tuple[float, float]:
-    """Mean recall of the target's union by the draft's, and mean size of the target's union."""
+def window_recall(
+    target: torch.Tensor,  # [N, T, E] bool
+    draft: torch.Tensor,  # [N, T, E] bool
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Recall of the target's union by the draft's, and the size of the target's union.
+
+    Both are means over a sequence's windows: float32 ``[N]``.
+    """
     target_union, draft_union = window_union(target, window), window_union(draft, window)
     recall = (target_union & draft_union).sum(-1) / target_union.sum(-1)
-    return float(recall.mean()), float(target_union.sum(-1).to(torch.float32).mean())
+    return recall.mean(-1), target_union.sum(-1).to(torch.float32).mean(-1)
 
 
 def acceptance_by_position(

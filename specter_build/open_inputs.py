@@ -36,6 +36,9 @@ from specter_runtime.manifest import FORMAT_VERSION, FileEntry
 from specter_runtime.tokenizer import Tokenizer
 from specter_runtime.units import format_bytes
 
+GIVEN = "draft/"
+"""Begins the names, among a build's source files, of those of a given draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -55,6 +58,17 @@ class Inputs:
     def bits(self) -> tuple[tuple[int, ...], ...]:
         """Width of each stand-in by routed layer."""
         return self.recipe.draft.widths(self.checkpoint.config)
+
+    @property
+    def model_sha256(self) -> str:
+        """SHA-256 over the checkpoint's files."""
+        own = {n: e.sha256 for n, e in self.source_files.items() if not n.startswith(GIVEN)}
+        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def tokens_sha256(self) -> str:
+        """SHA-256 over the calibration sequences, as little-endian 64-bit ids."""
+        return hashlib.sha256(self.sequences.numpy().astype("<i8").tobytes()).hexdigest()
 
     @property
     def layers_ahead(self) -> int:
@@ -95,7 +109,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     eos_token_id = _eos_token_id(model_folder / "config.json", config.vocab_size)
     sequences = make_sequences(calibration.texts, tokenizer, recipe.calibration, eos_token_id)
     paths = {path.name: path for path in checkpoint.files}
-    paths |= {f"draft/{path.name}": path for path in (given.files if given else ())}
+    paths |= {f"{GIVEN}{path.name}": path for path in (given.files if given else ())}
     source_files = {
         name: FileEntry(path.stat().st_size, file_sha256(path)) for name, path in paths.items()
     }

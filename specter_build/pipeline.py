@@ -143,6 +143,7 @@ def conclude(
     calibration = {
         "sources": inputs.calibration.sources,
         "sha256": inputs.calibration.sha256,
+        "tokens_sha256": inputs.tokens_sha256,
         **recipe.calibration.model_dump(exclude={"files"}),
     }
     asked = recipe.settings()["draft"]
@@ -151,6 +152,7 @@ def conclude(
     report = make_report(
         config, checkpoint.left_out, layers, heads, asked, inputs.bits, sizes, calibration
     )
+    report["model"] = {"name": inputs.model_name, "sha256": inputs.model_sha256}
     report["predictor"] = summarize_predictors(predictors, inputs.layers_ahead)
     shape = (num_sequences, -1, config.num_experts_per_tok)
     evidence = Evidence(
@@ -162,6 +164,11 @@ def conclude(
     context = recipe.plan.max_context_tokens
     plan = plan_placement(config, memory, evidence, recipe.hardware, inputs.estimate.dtype, context)
     report["memory"] = asdict(memory[plan.num_draft_tokens])
+    report["plan"] = {
+        "num_draft_tokens": plan.num_draft_tokens,
+        "seconds_per_token": plan.predicted[str(plan.num_draft_tokens)],
+        "hardware": plan.hardware,
+    }
     return report, plan
 
 

@@ -1,7 +1,8 @@
 """Step: the calibration report, as a dictionary of plain numbers. Pure.
 
 Deterministic: wall time and peak memory are in ``timings.json``, the only file of a bundle that
-differs between two builds of the same inputs.
+differs between two builds of the same inputs. Means over positions are there by calibration
+sequence, too, so that reports can be compared knowing how far figures vary.
 
 Called by: pipeline.  Next: fidelity.
 """
@@ -33,8 +34,10 @@ from specter_runtime.config import ModelConfig
 from specter_runtime.experts import Routing
 from specter_runtime.units import format_bytes
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 NUM_POSITIONS = 16
+DIGITS = 6
+"""Behind the point, of figures by sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +66,33 @@ class LayerProfile:
 def summarize_layer(
     profile: LayerProfile, num_sequences: int, config: ModelConfig
 ) -> dict[str, Any]:
-    """All figures of one layer."""
+    """All figures of one layer; ``by_sequence`` is for ``make_report``."""
     shape = (num_sequences, -1, config.num_experts_per_tok)
     routes = profile.target.selected_experts.view(shape)
     target = one_hot(routes, config.num_experts)
     draft = one_hot(profile.draft.selected_experts.view(shape), config.num_experts)
     recall = routing_recall(target, draft)
     weights = profile.target.routing_weights.view(shape)
+    weighted = weighted_recall(routes, weights, draft)
+    is_exact = (recall == 1).to(torch.float32)
     counts = usage_counts(target)
+    by_sequence = {
+        "recall.mean": recall.mean(-1),
+        "recall.weighted": weighted.mean(-1),
+        "recall.set_exact": is_exact.mean(-1),
+    }
     windows = {}
     for window in WINDOWS:
         if window <= routes.shape[1]:
-            mean_recall, mean_union = window_recall(target, draft, window)
-            windows[str(window)] = {"recall": mean_recall, "union": mean_union}
+            recalls, unions = window_recall(target, draft, window)
+            windows[str(window)] = {"recall": float(recalls.mean()), "union": float(unions.mean())}
+            by_sequence[f"windows.{window}.recall"] = recalls
+            by_sequence[f"windows.{window}.union"] = unions
     return {
         "layer": profile.target.layer,
         "recall": float(recall.mean()),
-        "weighted_recall": float(weighted_recall(routes, weights, draft).mean()),
-        "set_exact": float((recall == 1).to(torch.float32).mean()),
+        "weighted_recall": float(weighted.mean()),
+        "set_exact": float(is_exact.mean()),
         "windows": windows,
         "expert_counts": counts.tolist(),
         "normalized_entropy": normalized_entropy(counts),
@@ -88,6 +100,7 @@ def summarize_layer(
         "lru_hit_curve": lru_hit_curve(routes, config.num_experts),
         "relative_quantization_error": profile.relative_error,
         "fallback_experts": list(profile.fallback_experts),
+        "by_sequence": {name: figures.tolist() for name, figures in by_sequence.items()},
     }
 
 
@@ -130,7 +143,7 @@ def make_report(
     sizes: Mapping[str, int],
     calibration: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The whole report but for ``predictor`` and for ``memory``, which the plan decides.
+    """The whole report but for ``predictor`` and for what the plan decides.
 
     Args:
         config: the model.
@@ -193,8 +206,35 @@ def make_report(
         ],
         "sizes": dict(sizes),
         "left_out_tensors": list(left_out),
-        "layers": layers,
+        "sequences": _by_sequence(layers, heads),
+        "layers": [
+            {name: value for name, value in layer.items() if name != "by_sequence"}
+            | {"recall_by_sequence": _rounded(layer["by_sequence"]["recall.mean"])}
+            for layer in layers
+        ],
     }
+
+
+def _by_sequence(
+    layers: Sequence[Mapping[str, Any]], heads: HeadComparison
+) -> dict[str, list[float]]:
+    """Figures of the report that are means over sequences: their path in it -> by sequence."""
+    figures = {
+        name: _means([layer["by_sequence"][name] for layer in layers])
+        for name in layers[0]["by_sequence"]
+    }
+    figures["acceptance.rate"] = heads.agrees.to(torch.float32).mean(-1).tolist()
+    figures["acceptance.sampled_rate"] = heads.overlap.mean(-1).tolist()
+    chances = [acceptance_by_position(agrees[None], NUM_POSITIONS) for agrees in heads.agrees]
+    for k in WINDOWS:
+        lengths = [expected_acceptance_length(by_position, k) for by_position in chances]
+        figures[f"acceptance.expected_length.{k}"] = lengths
+    return {name: _rounded(values) for name, values in figures.items()}
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """So that the report stays small."""
+    return [round(value, DIGITS) for value in values]
 
 
 def _count_widths(bits: Sequence[Sequence[int]]) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -71,8 +73,12 @@ def test_report_has_every_promised_field(report: Json) -> None:
         "left_out_tensors",
         "layers",
         "memory",
+        "model",
+        "plan",
         "predictor",
+        "sequences",
     }
+    assert report["report_version"] == 2
     assert report["recall"].keys() == {"mean", "worst", "worst_layer", "weighted", "set_exact"}
     assert report["acceptance"].keys() == {"rate", "sampled_rate", "by_position", "expected_length"}
     assert report["sizes"].keys() == {"dense_bytes", "draft_bytes", "shard_bytes"}
@@ -92,6 +98,7 @@ def test_report_has_every_promised_field(report: Json) -> None:
             "lru_hit_curve",
             "relative_quantization_error",
             "fallback_experts",
+            "recall_by_sequence",
         }
 
 
@@ -107,6 +114,7 @@ def test_calibration_is_described(report: Json) -> None:
     assert calibration.keys() == {
         "sources",
         "sha256",
+        "tokens_sha256",
         "num_sequences",
         "sequence_length",
         "seed",
@@ -164,6 +172,61 @@ def test_recall_is_that_of_the_recorded_routes(
         # one token is the smallest window, and its union is its own experts
         assert found["windows"]["1"]["recall"] == pytest.approx(mean, rel=2 * FLOAT32_MEAN)
         assert found["windows"]["1"]["union"] == PER_TOKEN
+
+
+BY_SEQUENCE_ROUNDING = 0.5e-6
+"""Figures by sequence have six digits behind the point."""
+
+
+def at(report: Json, path: str) -> Any:
+    """The figure that a path such as ``windows.4.union`` leads to."""
+    return functools.reduce(lambda part, key: part[key], path.split("."), report)
+
+
+def test_figures_by_sequence_average_to_those_of_the_whole(report: Json) -> None:
+    windows = {f"windows.{w}.{figure}" for w in WINDOWS for figure in ("recall", "union")}
+    lengths = {f"acceptance.expected_length.{window}" for window in WINDOWS}
+    acceptance = {"acceptance.rate", "acceptance.sampled_rate"}
+    recalls = {"recall.mean", "recall.weighted", "recall.set_exact"}
+    assert report["sequences"].keys() == windows | lengths | acceptance | recalls
+    pairs = [(values, at(report, path)) for path, values in report["sequences"].items()]
+    pairs += [(layer["recall_by_sequence"], layer["recall"]) for layer in report["layers"]]
+    for values, whole in pairs:
+        assert len(values) == NUM_SEQUENCES
+        # two float32 means, of a sequence and of everything
+        error = BY_SEQUENCE_ROUNDING + 2 * FLOAT32_MEAN * whole
+        assert math.fsum(values) / NUM_SEQUENCES == pytest.approx(whole, abs=error)
+
+
+def test_figures_by_sequence_are_those_of_the_recorded_sequence(
+    report: Json, routes: dict[str, torch.Tensor]
+) -> None:
+    target = routes["target.selected_experts"].tolist()
+    draft = routes["draft.selected_experts"].tolist()
+    for layer, found in enumerate(report["layers"]):
+        for n, recall in enumerate(found["recall_by_sequence"]):
+            pairs = zip(target[layer][n], draft[layer][n], strict=True)
+            shared = sum(len(set(wanted) & set(drafted)) for wanted, drafted in pairs)
+            error = BY_SEQUENCE_ROUNDING + FLOAT32_MEAN
+            assert recall == pytest.approx(shared / NUM_TOKENS / PER_TOKEN, abs=error)
+    for rate, agrees in zip(
+        report["sequences"]["acceptance.rate"], routes["draft_agrees"].tolist(), strict=True
+    ):
+        error = BY_SEQUENCE_ROUNDING + FLOAT32_MEAN
+        assert rate == pytest.approx(sum(agrees) / NUM_TOKENS, abs=error)
+
+
+def test_report_names_the_model_and_the_tokens_by_their_bytes(
+    tiny_bundle: Path, report: Json, routes: dict[str, torch.Tensor]
+) -> None:
+    tokens = b"".join(
+        token.to_bytes(8, "little") for row in routes["token_ids"].tolist() for token in row
+    )
+    assert report["calibration"]["tokens_sha256"] == hashlib.sha256(tokens).hexdigest()
+    manifest = json.loads((tiny_bundle / "manifest.json").read_text("utf-8"))
+    hashes = {name: entry["sha256"] for name, entry in manifest["source_files"].items()}
+    digest = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+    assert report["model"] == {"name": manifest["recipe"]["model"], "sha256": digest}
 
 
 def test_counts_are_those_of_the_recorded_routes(
@@ -237,6 +300,12 @@ def test_memory_is_the_plans(tiny_bundle: Path, report: Json) -> None:
     )
     memory = report["memory"]
     assert memory["num_slots"] == plan["num_slots"]
+    num_draft_tokens = plan["num_draft_tokens"]
+    assert report["plan"] == {
+        "num_draft_tokens": num_draft_tokens,
+        "seconds_per_token": plan["predicted"][str(num_draft_tokens)],
+        "hardware": plan["hardware"],
+    }
     assert memory["budget_bytes"] == plan["memory_budget_bytes"]
     assert memory["draft_bytes"] == report["sizes"]["draft_bytes"]
     assert memory["predictor_bytes"] == tensor_nbytes(tiny_bundle / "predictor.safetensors")
