@@ -7,7 +7,7 @@ to draft is decided by the very code that decides at run time (``slot_table``, `
 by the seconds that they take. Routes are replayed as recorded: of a window whose draft was
 rejected, the rows behind the rejection are taken to be routed as the text that was recorded.
 
-Called by: simulated_bundle, specter_build.plan_placement.
+Called by: simulated_bundle.
 Next: slot_table, prefetcher, governor.
 """
 
@@ -47,10 +47,11 @@ class Shape:
         num_experts: routed experts of a layer.
         dense_bytes: of each decoder layer's resident weights.
         common_bytes: of what every pass multiplies outside the layers: the head.
-        shard_bytes: that cross the link for an expert.
-        slot_bytes: that an expert takes in its slot, and that a row multiplies.
+        shard_bytes: of an expert: they cross the link, and are what a row multiplies.
+        slot_bytes: that an expert takes in its slot.
         is_packed: whether it is multiplied from packed bfloat16.
         stand_in_bytes: of an expert's stand-in; 0: there is none.
+        expert_num_weights: of an expert.
         bytes_per_weight: of dense weights.
     """
 
@@ -97,11 +98,10 @@ class Policy:
         eviction: see ``RuntimeConfig``.
         overlap: see ``RuntimeConfig``.
         foresight: what moves experts ahead: ``draft``, a predictor (``router``, ``fitted``), or an
-            ``oracle`` that knows the next ``oracle_layers`` layers' experts.
+            ``oracle`` that knows all experts of a pass when it begins.
         recall: of a predictor, by number of layers ahead.
         wrong_share: of the experts that an oracle names, the share that is replaced by others.
         draft_stop: see ``RuntimeConfig``.
-        has_stand_ins: whether absent experts serve the draft by stand-ins.
     """
 
     num_draft_tokens: int = 0
@@ -112,7 +112,6 @@ class Policy:
     recall: tuple[float, ...] = ()
     wrong_share: float = 0.0
     draft_stop: bool = True
-    has_stand_ins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
