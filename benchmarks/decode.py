@@ -18,7 +18,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see specter_runtime.cli
+from specter_runtime.torch_environment import TORCH_ENVIRONMENT
+
+os.environ.update({**TORCH_ENVIRONMENT, **os.environ})  # before torch loads
 
 import click
 

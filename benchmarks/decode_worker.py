@@ -42,7 +42,9 @@ def main() -> None:
 @contextmanager
 def specter(job: Job) -> Iterator[tuple[Decode, Measured]]:
     """Our runtime; the budget is what the cap leaves when all libraries are loaded."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see specter_runtime.cli
+    from specter_runtime.torch_environment import set_torch_environment
+
+    set_torch_environment()
     from specter_runtime.config import RuntimeConfig
     from specter_runtime.session import Session
 

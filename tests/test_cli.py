@@ -28,6 +28,7 @@ from specter_runtime.bundle_loader import file_sha256
 from specter_runtime.cli import main_run, main_simulate
 from specter_runtime.config import RuntimeConfig, SamplingConfig
 from specter_runtime.session import Session
+from specter_runtime.torch_environment import TORCH_ENVIRONMENT
 from tests.checkpoints import make_checkpoint, recipe_dict, write_recipe
 
 PROMPT = "def f(x):"
@@ -48,7 +49,8 @@ Command = Callable[..., Outcome]
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """Runs an entry point with arguments; a traceback would be an exception here."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # else the command would set it for good
+    for name in TORCH_ENVIRONMENT:
+        monkeypatch.setenv(name, "1")  # else the command would set it for good
 
     def run(main: Callable[[], NoReturn], *arguments: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["specter", *map(str, arguments)])

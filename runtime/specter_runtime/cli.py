@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from specter_runtime.errors import SpecterError
+from specter_runtime.torch_environment import set_torch_environment
 from specter_runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:  # torch is imported only when a command runs: --help answers at once
@@ -306,8 +306,7 @@ def _columns(rows: list[dict[str, Any]]) -> str:
 
 def guarded(command: click.Command) -> NoReturn:
     """Run a command; a ``SpecterError`` becomes a message and exit code 2, Ctrl-C becomes 130."""
-    # Idle OpenMP threads would spin and starve the I/O threads; must be set before torch loads.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_torch_environment()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
         code = command.main(standalone_mode=False)
