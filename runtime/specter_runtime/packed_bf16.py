@@ -26,6 +26,8 @@ CHUNK = 32
 CHUNK_BYTES = 48
 ESCAPE = 15
 TABLE_SIZE = 16
+UNPACKED_TOGETHER = 1 << 17
+"""Weights: what unpacking takes beside its result is some 40 times as many bytes."""
 MAX_COLUMNS = 1 << 24  # an escape holds its column in 24 bits
 
 ESCAPES_OUT_OF_ORDER = "the escapes of packed rows are not in order"
@@ -75,21 +77,30 @@ class PackedBfloat16:
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix, bit for bit where ``dtype`` is bfloat16."""
         num_rows, num_columns = self.shape
-        chunks = self.codes.view(num_rows, -1, CHUNK_BYTES)
+        out = torch.empty(self.shape, dtype=dtype)
+        at_a_time = max(1, UNPACKED_TOGETHER // num_columns)
+        for start in range(0, num_rows, at_a_time):
+            rows = slice(start, min(start + at_a_time, num_rows))
+            out[rows] = self._bits(rows).to(torch.int16).view(torch.bfloat16)
+        return out
+
+    def _bits(self, rows: slice) -> torch.Tensor:
+        """Bit patterns of some rows: int32 ``[n, M]``."""
+        num_rows, num_columns = rows.stop - rows.start, self.shape[1]
+        chunks = self.codes[rows].view(num_rows, -1, CHUNK_BYTES)
         rest, pairs = chunks[..., :CHUNK], chunks[..., CHUNK:]
         places = torch.tensor(POSITIONS)
-        codes = torch.cat((pairs & 0xF, pairs >> 4), dim=-1)[..., places]  # [N, chunks, 32]
+        codes = torch.cat((pairs & 0xF, pairs >> 4), dim=-1)[..., places]  # [n, chunks, 32]
         exponents = self.table[codes.to(torch.int32)].to(torch.int32)
         signs = rest[..., places].to(torch.int32)
         bits = (signs & 0x80) << 8 | exponents << 7 | signs & 0x7F
-        bits = bits.view(num_rows, -1)[:, :num_columns]
-        if len(self.escapes):
-            counts = self.escape_starts.diff().to(torch.int64)
-            rows = torch.repeat_interleave(torch.arange(num_rows), counts)
-            columns, found = self.escapes & 0xFFFFFF, self.escapes >> 24 & 0xFF
-            bits = bits.contiguous()
-            bits[rows, columns] = bits[rows, columns] & ~(0xFF << 7) | found << 7
-        return bits.to(torch.int16).view(torch.bfloat16).to(dtype)
+        bits = bits.view(num_rows, -1)[:, :num_columns].contiguous()
+        starts = self.escape_starts[rows.start : rows.stop + 1].to(torch.int64)
+        escapes = self.escapes[int(starts[0]) : int(starts[-1])]
+        own_rows = torch.repeat_interleave(torch.arange(num_rows), starts.diff())
+        columns, found = escapes & 0xFFFFFF, escapes >> 24 & 0xFF
+        bits[own_rows, columns] = bits[own_rows, columns] & ~(0xFF << 7) | found << 7
+        return bits
 
 
 def forms(shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
