@@ -1,8 +1,8 @@
-"""``specter-run`` and ``specter-simulate``: parse, call, print. No logic.
+"""``specter-run``, ``specter-bench`` and ``specter-simulate``: parse, call, print. No logic.
 
 Text streams on stdout, everything else goes to stderr. Exit codes: 0 done, 2 bad input, 130 Ctrl-C.
 
-Called by: the shell.  Next: session, simulated_bundle.
+Called by: the shell.  Next: session, measure_hardware, simulated_bundle.
 """
 
 from __future__ import annotations
@@ -304,6 +304,41 @@ def _columns(rows: list[dict[str, Any]]) -> str:
     )
 
 
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--measure-hardware",
+    "profile",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where to write this machine's profile, for specter-simulate --hardware.",
+)
+@click.option("--name", help="What the profile calls the machine; the file's name if not given.")
+@click.option(
+    "--memory-budget", type=ByteSize(), help="In which a few tokens' experts are to be held."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Of all that computes.")
+def bench_command(
+    bundle: Path, profile: Path, name: str | None, memory_budget: int | None, threads: int | None
+) -> None:
+    """Measure this machine with the experts of BUNDLE.
+
+    Takes half a minute, in which nothing else should run.
+    """
+    import torch
+
+    from specter_runtime.measure_hardware import measure_hardware
+    from specter_runtime.whole_file import check_writable, write_whole
+
+    check_writable(profile)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    text = measure_hardware(bundle, name or profile.stem, memory_budget).to_json()
+    write_whole(profile, text)
+    click.echo(text, nl=False)
+
+
 def guarded(command: click.Command) -> NoReturn:
     """Run a command; a ``SpecterError`` becomes a message and exit code 2, Ctrl-C becomes 130."""
     set_torch_environment()
@@ -327,6 +362,11 @@ def guarded(command: click.Command) -> NoReturn:
 def main_run() -> NoReturn:
     """Entry point of ``specter-run``."""
     guarded(run)
+
+
+def main_bench() -> NoReturn:
+    """Entry point of ``specter-bench``."""
+    guarded(bench_command)
 
 
 def main_simulate() -> NoReturn:
