@@ -137,13 +137,13 @@ _STYLE = """\
 * { box-sizing: border-box; }
 body {
   margin: 0; background: var(--page); color: var(--ink);
-  font: 16px/1.45 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+  font: 1rem/1.45 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
 }
 main { max-width: 76rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; line-height: 1.2; margin: .5rem 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.05rem; margin: 0 0 .5rem; }
 p { margin: .5rem 0; overflow-wrap: anywhere; }
-.note, .empty { color: var(--muted); font-size: .85rem; margin-bottom: 0; }
+.note { color: var(--muted); font-size: .875rem; margin-bottom: 0; }
 .sections {
   display: grid; gap: 1rem; margin-top: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
@@ -152,7 +152,8 @@ p { margin: .5rem 0; overflow-wrap: anywhere; }
   background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .8rem;
   min-width: 0; break-inside: avoid;
 }
-.wide { grid-column: 1 / -1; break-inside: auto; }
+.wide, .card:nth-child(odd):nth-last-child(2) { grid-column: 1 / -1; }
+.wide { break-inside: auto; }
 .figures { display: flex; flex-wrap: wrap; gap: .6rem; margin: 1rem 0 0; }
 .figures div {
   background: var(--card); border: 1px solid var(--line); border-radius: 6px;
@@ -164,25 +165,26 @@ svg { display: block; width: 100%; height: auto; print-color-adjust: exact;
   -webkit-print-color-adjust: exact; }
 .legend {
   list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1rem; padding: 0; margin: .4rem 0 0;
-  font-size: .85rem;
+  font-size: .875rem;
 }
 .legend li { display: flex; align-items: center; gap: .4rem; }
 .legend svg { width: auto; height: .9rem; flex: none; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .85rem;
   font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .2rem .5rem; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; vertical-align: bottom; }
+th, td { text-align: right; padding: .2rem .5rem; border-bottom: 1px solid var(--line);
+  vertical-align: baseline; }
+th { font-weight: 600; }
 thead { display: table-header-group; }
+thead th { vertical-align: bottom; }
 tr { break-inside: avoid; }
 @page { margin: 14mm; }
 @media print {
-  :root { color-scheme: light; --page: #ffffff; }
-  body { font-size: 10pt; }
+  :root { color-scheme: light; --page: #ffffff; font-size: 11px; }
+  body { font-size: 1rem; }
   main { max-width: none; padding: 0; }
   .sections { grid-template-columns: 1fr 1fr; gap: .6rem; }
   .scroll { overflow: visible; }
-  table { font-size: 7.5pt; }
-  th, td { padding: .1rem .25rem; }
+  th, td { padding: .1rem .3rem; }
 }
 """

@@ -47,6 +47,7 @@ def render(report: Report, plan: Plan | None = None) -> str:
         quantization_error(report),
         *predictor_recall(report),
         by_number_of_tokens(report),
+        settings(report, plan),
         by_layer(report),
     ]
     lead = Html(f"{paragraph(_describe(report))}\n{figures_of_merit(_headline(report, plan))}")
@@ -59,16 +60,15 @@ def _name(report: Report) -> str:
 
 
 def _describe(report: Report) -> str:
-    """What was measured, on what."""
+    """What was measured, on what, in a sentence or two."""
     draft, calibration = report["draft"], report["calibration"]
     widths = "/".join(draft["num_experts_by_bits"])
     left_out = report["left_out_tensors"]
     return (
-        f"Model type {report['model_type']}. Draft: {draft['method']}, {widths} bits in groups of "
-        f"{draft['group_size']}. Calibrated on {calibration['num_sequences']} sequences of "
-        f"{calibration['sequence_length']} tokens from {', '.join(calibration['sources'])} "
-        f"(SHA-256 {calibration['sha256']}, seed {calibration['seed']})."
-        + (f" Left out of the bundle: {', '.join(left_out)}." if left_out else "")
+        f"The draft, {draft['method']} with {widths} bits in groups of {draft['group_size']}, "
+        f"beside its target on {calibration['num_sequences']} sequences of "
+        f"{calibration['sequence_length']} tokens."
+        + (f" Not in the bundle: {', '.join(left_out)}." if left_out else "")
     )
 
 
@@ -214,8 +214,8 @@ def lru_hit_curve(report: Report) -> Section:
         marks=[Mark(f"chosen: {precise(slots)}", slots)],
     )
     note = (
-        f"The budget leaves {report['memory']['num_slots']} slots for {len(curves)} layers, "
-        f"{precise(slots)} a layer. The curves are those of a plain LRU cache for each layer, "
+        f"The budget leaves {report['memory']['num_slots']} slots, {precise(slots)} for each "
+        "layer with routed experts. The curves are those of a plain LRU cache for each layer, "
         "empty at the start of each sequence; the runtime's slots are shared by all layers."
     )
     return Section("LRU hit curve", chart, note)
@@ -247,8 +247,10 @@ def predicted_tpot(plan: Plan) -> Section:
         _milliseconds,
         chosen=_policy(str(plan.num_draft_tokens)),
     )
-    rates = ", ".join(f"{name} {precise(value)}" for name, value in plan.hardware.items())
-    note = f"By the planner, for {rates}. It ranks policies rather than foretell times."
+    note = (
+        "Time per output token by the planner's reckoning, with the rates that it assumes of the "
+        "machine; it ranks policies rather than foretell times."
+    )
     return Section("Predicted TPOT by policy", chart, note)
 
 
@@ -315,14 +317,40 @@ def by_number_of_tokens(report: Report) -> Section:
     rows = [
         [
             str(k),
-            *(_cell(windows.get(str(k), {}).get(name)) for name in ("recall", "union")),
-            _cell(chances.get(k)),
-            _cell(lengths.get(str(k))),
+            _cell(windows.get(str(k), {}).get("recall"), 4),
+            _cell(windows.get(str(k), {}).get("union"), 2),
+            _cell(chances.get(k), 4),
+            _cell(lengths.get(str(k)), 2),
         ]
         for k in sorted({*chances, *map(int, windows), *map(int, lengths)})
     ]
     header = ["K", "window recall", "union of experts", "first K accepted", "expected length"]
     return Section("By number of tokens", table("Figures by number of tokens", header, rows))
+
+
+def settings(report: Report, plan: Plan | None) -> Section:
+    """What the figures depend on."""
+    groups = {
+        "model": {"model_type": report["model_type"]},
+        "draft": report["draft"],
+        "calibration": report["calibration"],
+        "hardware": plan.hardware if plan is not None else {},
+    }
+    rows = [
+        [group, name.replace("_", " "), _setting(value)]
+        for group, values in groups.items()
+        for name, value in values.items()
+        if not isinstance(value, list | dict) and value is not None
+    ]
+    return Section("Settings", table("Settings", ["of", "setting", "value"], rows))
+
+
+def _setting(value: object) -> str:
+    """In full unless it is long, such as a hash: ``report.json`` has it in full."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = precise(value) if isinstance(value, float) else str(value)
+    return text if len(text) <= 24 else f"{text[:16]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def by_layer(report: Report) -> Section:
@@ -335,11 +363,13 @@ def by_layer(report: Report) -> Section:
     rows = [
         [
             str(layer["layer"]),
-            *(precise(layer[name]) for name in _LAYER_FIGURES),
+            *(_cell(layer[name], 4) for name in ("recall", "weighted_recall", "set_exact")),
+            _cell(layer["relative_quantization_error"], 6),
+            _cell(layer["normalized_entropy"], 4),
             str(len(layer["never_reached"])),
             str(len(layer["fallback_experts"])),
-            precise(layer["lru_hit_curve"][slots - 1] if slots else 0),
-            precise(layer["windows"][longest]["union"]),
+            _cell(layer["lru_hit_curve"][slots - 1] if slots else 0.0, 4),
+            _cell(layer["windows"][longest]["union"], 2),
         ]
         for layer in report["layers"]
     ]
@@ -351,17 +381,9 @@ def by_layer(report: Report) -> Section:
     return Section("By layer", body, note, is_wide=True)
 
 
-_LAYER_FIGURES = (
-    "recall",
-    "weighted_recall",
-    "set_exact",
-    "relative_quantization_error",
-    "normalized_entropy",
-)
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else precise(value)
+def _cell(value: float | None, digits: int) -> str:
+    """A number of a column in which all have as many digits behind the point."""
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 # ---- points ---------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from itertools import pairwise
 
 from specter_build.html_page import Html, escape, paragraph
 
-WIDTH = 440
-"""Units of a chart's width. Shown at 390 pixels on a telephone, 12 units are legible type."""
+WIDTH = 400
+"""Units of a chart's width. Shown 360 pixels wide on a telephone, 12 units are legible type."""
 FONT_SIZE = 12
 CHARACTER = 7.0
 """Width of a character, on the safe side: digits are 0.5 to 0.58 of the size in common fonts."""
@@ -78,7 +78,7 @@ def line_chart(
     if not points:
         return _empty(label)
     xs = [x for x, _ in points] + [mark.x for mark in marks]
-    y_ticks = axis_ticks([y for _, y in points], ends)
+    y_ticks = axis_ticks([*(y for _, y in points), *_room_below(points, marks)], ends)
     y_names = tick_names(y_ticks)
     plane = _Plane(
         left=max(map(len, y_names)) * CHARACTER + 10,
@@ -169,6 +169,8 @@ def heat_map(
 ) -> Html:
     """A cell for each count, the fuller the larger; zeros have a colour of their own.
 
+    Fills go by the square root: where most counts are small beside the largest, they still differ.
+
     Args:
         label: what the chart shows, for those who cannot see it.
         rows: name -> counts, from the first column on.
@@ -181,7 +183,7 @@ def heat_map(
         return _empty(label)
     num_columns = max(map(len, rows.values()))
     left = max(map(len, rows)) * CHARACTER + 8
-    width, height = (WIDTH - left) / num_columns, min(18.0, max(4.0, 260 / len(rows)))
+    width, height = (WIDTH - left - 10) / num_columns, min(18.0, max(4.0, 260 / len(rows)))
     above = FONT_SIZE + 8
     parts = [_text(0, FONT_SIZE, y_label)]
     every = math.ceil(FONT_SIZE / height)
@@ -230,16 +232,15 @@ def axis_ticks(
 
     Args:
         values: what the axis has to hold, at least one.
-        ends: of the axis; where None, a round number beyond the values.
+        ends: of the axis, ascending; where None, a round number beyond the values.
     """
     low, high = ends
     bottom = min(values) if low is None else low
     top = max(values) if high is None else high
-    if bottom >= top:  # a single value, or all of them beyond an end that is given
+    if bottom >= top:  # a single value, or none within an end that is given
         room = abs(top) / 10 or 1.0
-        bottom, top = (top - room if low is None else low), (top + room if high is None else high)
-        if bottom >= top:
-            top = bottom + room
+        bottom = top - room if low is None else low
+        top = max(bottom, top) + room if high is None else high
     step = _round_step((top - bottom) / 5)
     # A billionth: quotients of round numbers may come out a few roundings beyond a whole number.
     first, last = math.floor(bottom / step + 1e-9), math.ceil(top / step - 1e-9)
@@ -367,6 +368,12 @@ def _vertical(plane: _Plane, mark: Mark) -> str:
     )
 
 
+def _room_below(points: Sequence[tuple[float, float]], marks: Sequence[Mark]) -> list[float]:
+    """Values that the axis has to hold for the labels below ringed points to have room."""
+    top = max(y for _, y in points)
+    return [mark.y - 0.16 * (top - mark.y) for mark in marks if mark.y is not None]
+
+
 def _ring(plane: _Plane, mark: Mark, value: float) -> str:
     """A ring round a point, its label below, or above where there is no room."""
     x, y = plane.x(mark.x), plane.y(value)
@@ -382,10 +389,15 @@ def _ring(plane: _Plane, mark: Mark, value: float) -> str:
 def _cell(column: int, row: int, value: float, top: float, title: str) -> str:
     """One cell of a heat map, of size 1."""
     if value:
-        fill = f'fill="{_colour(0)}" fill-opacity="{0.08 + 0.92 * value / top:.2f}"'
+        fill = f'fill="{_colour(0)}" fill-opacity="{_fill(value / top)}"'
     else:
         fill = f'fill="{_colour(1)}"'
     return f'<rect x="{column}" y="{row}" width="1" height="1" {fill}>{_title(title)}</rect>'
+
+
+def _fill(share: float) -> str:
+    """Opacity of a count by its share of the largest."""
+    return f"{0.06 + 0.94 * math.sqrt(share):.2f}"
 
 
 def _legend(items: Iterable[tuple[str, Html]]) -> Html:
@@ -412,10 +424,10 @@ def _square_swatch(colour: str) -> str:
 
 
 def _scale_swatch() -> str:
-    """The fills of a heat map from nearly nothing to the largest value."""
+    """The fills of a heat map, from nearly nothing in even steps to the largest count."""
     steps = "".join(
         f'<rect x="{14 * i}" width="14" height="14" fill="{_colour(0)}" '
-        f'fill-opacity="{0.08 + 0.92 * i / 5:.2f}"/>'
+        f'fill-opacity="{_fill(i / 5)}"/>'
         for i in range(6)
     )
     return f'<svg viewBox="0 0 84 14" width="84" height="14" aria-hidden="true">{steps}</svg>'
