@@ -243,7 +243,7 @@ def predicted_tpot(plan: Plan) -> Section:
     """What the planner compared."""
     chart = bar_chart(
         "Predicted seconds per output token by policy",
-        {_policy(name): seconds for name, seconds in plan.predicted.items()},
+        {_policy(name): plan.predicted[name] for name in sorted(plan.predicted, key=_rank)},
         _milliseconds,
         chosen=_policy(str(plan.num_draft_tokens)),
     )
@@ -252,6 +252,12 @@ def predicted_tpot(plan: Plan) -> Section:
         "machine; it ranks policies rather than foretell times."
     )
     return Section("Predicted TPOT by policy", chart, note)
+
+
+def _rank(policy: str) -> tuple[bool, int, str]:
+    """Numbers of draft tokens first and ascending, then other policies by name."""
+    is_number = policy.isdecimal()
+    return not is_number, int(policy) if is_number else 0, policy
 
 
 def _policy(name: str) -> str:
@@ -339,7 +345,7 @@ def settings(report: Report, plan: Plan | None) -> Section:
     rows = [
         [group, name.replace("_", " "), _setting(value)]
         for group, values in groups.items()
-        for name, value in values.items()
+        for name, value in sorted(values.items())
         if not isinstance(value, list | dict) and value is not None
     ]
     return Section("Settings", table("Settings", ["of", "setting", "value"], rows))

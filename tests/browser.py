@@ -28,8 +28,6 @@ FLAGS = (
     "--disable-sync",
     "--remote-debugging-pipe",
 )
-EVENTS = ("Network.requestWillBeSent", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
-EVENTS += ("Log.entryAdded",)
 
 
 def find_chromium() -> str | None:
@@ -40,8 +38,14 @@ def find_chromium() -> str | None:
 class Browser:
     """One tab of a browser. Not for threads."""
 
-    def __init__(self, requests: int, answers: int) -> None:
-        self._requests, self._answers = requests, answers
+    def __init__(self, requests: int, answers: int, complaints: Path) -> None:
+        """Open the tab.
+
+        Args:
+            requests, answers: ends of the pipes to and from the browser.
+            complaints: what the browser writes to its standard error.
+        """
+        self._requests, self._answers, self._complaints = requests, answers, complaints
         self._received = bytearray()
         self._last_id = 0
         self._events: list[dict[str, Any]] = []
@@ -96,8 +100,8 @@ class Browser:
         return base64.b64decode(answer["data"])
 
     def print(self) -> bytes:
-        """The page as PDF on A4, in whose margins nothing is written."""
-        answer = self.call("Page.printToPDF", printBackground=False, preferCSSPageSize=True)
+        """The page as PDF, without backgrounds, as browsers print by default."""
+        answer = self.call("Page.printToPDF", printBackground=False)
         return base64.b64decode(answer["data"])
 
     def requests(self) -> list[str]:
@@ -110,13 +114,13 @@ class Browser:
 
     def complaints(self) -> list[dict[str, Any]]:
         """What the page's console was told since ``open``."""
-        methods = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+        methods = {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}
         return [event for event in self._events if event["method"] in methods]
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._received:
             received = os.read(self._answers, 1 << 20)
-            assert received, "the browser has ended"
+            assert received, f"the browser has ended: {self._complaints.read_text()[-2000:]}"
             self._received += received
         message, _, self._received = self._received.partition(b"\0")
         return dict(json.loads(message))
@@ -126,19 +130,22 @@ class Browser:
 def open_browser(chromium: str) -> Iterator[Browser]:
     """A browser with a fresh profile, ended with the block."""
     to_browser, from_browser = os.pipe(), os.pipe()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # The shell sets up descriptors 3 and 4, on which the browser expects the pipe.
-        process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}', "sh", chromium]
-            + [*FLAGS, f"--user-data-dir={profile}"],
-            pass_fds=(to_browser[0], from_browser[1]),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        complaints = Path(folder) / "stderr"
+        # The shell sets up descriptors 3 and 4; bash, since sh may know none of two digits.
+        redirect = f'exec "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}'
+        command = [chromium, *FLAGS, f"--user-data-dir={folder}/profile"]
+        with complaints.open("wb") as stderr:
+            process = subprocess.Popen(
+                ["bash", "-c", redirect, "bash", *command],
+                pass_fds=(to_browser[0], from_browser[1]),
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
         os.close(to_browser[0])
         os.close(from_browser[1])
         try:
-            yield Browser(to_browser[1], from_browser[0])
+            yield Browser(to_browser[1], from_browser[0], complaints)
         finally:
             os.close(to_browser[1])
             os.close(from_browser[0])
