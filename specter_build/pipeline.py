@@ -33,6 +33,7 @@ from specter_build.fit_predictor import PredictorQuality
 from specter_build.open_inputs import Inputs, check_disk, open_inputs, tool_versions
 from specter_build.plan_placement import Evidence, plan_placement
 from specter_build.profile_routing import HeadComparison
+from specter_build.read_report import REPORT_FILE
 from specter_build.recipe import Recipe
 from specter_build.render_report import render
 from specter_build.report import LayerProfile, make_report, summarize_layer, summarize_predictors
@@ -63,7 +64,6 @@ from specter_runtime.shards import ALIGNMENT, align_up, write_tensors
 
 logger = logging.getLogger(__name__)
 
-REPORT_FILE = "report.json"
 REPORT_PAGE_FILE = "report.html"
 ROUTES_FILE = "routes.safetensors"
 
