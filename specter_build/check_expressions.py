@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 from specter_build.compare_reports import Comparison, Verdict
-from specter_runtime.errors import SpecterError
+from specter_runtime.errors import SpecterError, name_list
 
 REGRESSION = "regression"
 OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
@@ -70,7 +70,7 @@ def check(condition: Condition, comparison: Comparison) -> str | None:
     """
     if condition.figure is None:
         found = [row.figure for row in comparison.having(Verdict.REGRESSION)]
-        return ", ".join(found) or None
+        return name_list(found, limit=5) if found else None
     rows = {row.figure: row for row in comparison.rows}
     row = rows.get(condition.figure)
     if row is None:

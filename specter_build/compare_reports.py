@@ -9,9 +9,9 @@ rather than the normal ones where sequences are few. Reports on the same sequenc
 sequence by sequence; else the two samples are independent.
 
 Many figures are looked at together: at 1 % each, one of seventy would pass for a change in every
-second comparison. Hence one factor for all of them, the 99 % quantile, over replicates, of the
+second comparison. Hence one factor for all of them, the 99.9 % quantile, over replicates, of the
 largest ratio among the figures (single-step max T of Westfall and Young, "Resampling-based multiple
-testing", 1993): intervals of that many standard errors hold all at once with a chance of 99 %,
+testing", 1993): intervals of that many standard errors hold all at once with a chance of 99.9 %,
 however figures depend on each other.
 
 Called by: cli.  Next: read_report.
@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 from specter_build.read_report import FIGURES, NEITHER, Figure, Kind, Report, kind_of
 from specter_runtime.errors import name_list
 
-LEVEL = 0.01
+LEVEL = 0.001
 """Chance of marking anything when reports differ by the draw of their sequences alone."""
-NUM_REPLICATES = 10_000
+NUM_REPLICATES = 20_000
 SEED = 0
-MIN_SEQUENCES = 8
-"""Of fewer, the signs that make all deviations alike, 2 in 2**7, are likelier than the level."""
+MIN_SEQUENCES = 12
+"""Signs that make all deviations alike, 2 in 2**12, have to be rarer than the level."""
 RESOLUTION = 1e-6
 """Figures by sequence are rounded to it."""
 CHUNK = 2**21
@@ -281,7 +281,7 @@ def _notes_on_models(pair: _Pair) -> Iterator[str]:
     a, b = pair.a.model, pair.b.model
     if not pair.has_same_model:
         names = (
-            f"{model.name} ({model.sha256[:8]})" if model else report.structure.model_type
+            f"{model.name!r} ({model.sha256[:8]})" if model else report.structure.model_type
             for model, report in ((a, pair.a), (b, pair.b))
         )
         yield f"Different models, {' and '.join(names)}: changes of sizes are not marked."

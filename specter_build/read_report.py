@@ -8,6 +8,7 @@ Called by: cli.  Next: compare_reports.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -271,6 +272,8 @@ class _Tree:
         if not isinstance(found, dict):
             self._fail(before.removesuffix("."), "an object", found)
         for key in sorted(found, key=lambda key: (len(key), key)):
+            if not re.fullmatch("[0-9]+", key):
+                self._fail(before.removesuffix("."), "numbers as keys", key)
             yield f"{before}{key}{after}"
 
     def samples(self, figures: Mapping[str, float]) -> dict[str, NDArray[np.float64]]:
