@@ -225,8 +225,9 @@ def simultaneous_margins(groups: Sequence[Array]) -> Array:
     deviations = [group - group.mean(0) for group in groups]
     error = np.sqrt(sum((x**2).sum(0) / len(x) / (len(x) - 1) for x in deviations))
     varies = np.any([np.ptp(group, 0) > RESOLUTION / 2 for group in groups], axis=0)
+    margins: Array = np.zeros_like(error)
     if not varies.any():
-        return np.zeros_like(error)
+        return margins
     rng = np.random.default_rng(SEED)
     rows = max(1, CHUNK // max(map(len, groups)))
     largest = [
@@ -234,7 +235,8 @@ def simultaneous_margins(groups: Sequence[Array]) -> Array:
         for start in range(0, NUM_REPLICATES, rows)
     ]
     factor = np.quantile(np.concatenate(largest), 1 - LEVEL, method="higher")
-    return np.where(varies, factor * error, 0.0)
+    margins[varies] = factor * error[varies]
+    return margins
 
 
 def _largest_ratios(rng: np.random.Generator, deviations: list[Array], num_draws: int) -> Array:

@@ -9,7 +9,6 @@ Called by: cli.  Next: compare_reports.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -96,6 +95,8 @@ FIGURES = (
 )
 """The most important first."""
 
+LARGEST = 1e100
+"""Of any figure; squares of it are finite."""
 DERIVED = ("bits_per_weight", "num_experts_by_bits", "fallback_experts")
 """Keys of the report's draft that are no settings."""
 
@@ -190,7 +191,8 @@ def parse_report(raw: Mapping[str, Any], where: str) -> Report:
     tree = _Tree(raw, where)
     tree.root = {**raw, "layers": tree.layers(), "predictor": {"recall": tree.predictor_recall()}}
     has_all = version >= 2
-    calibration = {"tokens_sha256": None, **tree.section("calibration")}
+    tokens_sha256 = tree.text("calibration.tokens_sha256") if has_all else None
+    calibration = {**tree.section("calibration"), "tokens_sha256": tokens_sha256}
     layers = tuple(tree.section("layers"))
     figures = {
         path: tree.number(path)
@@ -206,7 +208,7 @@ def parse_report(raw: Mapping[str, Any], where: str) -> Report:
             model_type=tree.text("model_type"),
             routed_layers=layers,
             num_experts=len(tree.items(f"layers.{layers[0]}.expert_counts")),
-            num_experts_per_tok=round(figures["windows.1.union"]),
+            num_experts_per_tok=round(tree.number("windows.1.union")),
         ),
         calibration=parse_record(Calibration, calibration, f"{where}: calibration"),
         draft={key: x for key, x in tree.section("draft").items() if key not in DERIVED},
@@ -311,9 +313,9 @@ class _Tree:
         return {str(j): x for j, x in enumerate(self.items("predictor.recall"), start=1)}
 
     def _number(self, path: str, found: Any) -> float:
-        if type(found) in (int, float) and abs(found) <= sys.float_info.max:  # not for NaN
+        if type(found) in (int, float) and abs(found) <= LARGEST:  # NaN is not
             return float(found)
-        return self._fail(path, "a finite number", found)
+        return self._fail(path, f"a finite number of at most {LARGEST:.0e}", found)
 
     def _fail(self, path: str, expected: str, found: Any) -> NoReturn:
         shown = f"{found!r:.80}"
