@@ -420,12 +420,16 @@ def test_missing_key_is_named(path: str) -> None:
     assert last in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, "0.9", True, math.nan, math.inf, 10**400, [], {}], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [None, "0.9", True, math.nan, math.inf, 1e200, 10**400, [], {}],
+    ids=lambda x: f"{x!r:.9}",
+)
 @pytest.mark.parametrize("path", ["recall.mean", "memory.num_slots", "plan.seconds_per_token"])
 def test_figure_that_is_no_number_is_refused(path: str, value: Any) -> None:
     report = report_of()
     put(report, path, value)
-    with pytest.raises(BundleError, match=rf"b\.json: '{path}': expected a finite number, found"):
+    with pytest.raises(BundleError, match=rf"b\.json: '{path}': expected a finite number"):
         parse_report(report, "b.json")
 
 
@@ -460,7 +464,7 @@ def test_what_is_wrong_is_named(path: str, value: Any, message: str) -> None:
     ("values", "message"),
     [
         ([0.9] * (NUM_SEQUENCES - 1), "entries, expected 16"),
-        ([0.9] * (NUM_SEQUENCES - 1) + ["0.9"], "expected a finite number, found '0.9'"),
+        ([0.9] * (NUM_SEQUENCES - 1) + ["0.9"], "expected a finite number .* found '0.9'"),
         (0.9, "'sequences: recall.mean': expected a list, found 0.9"),
     ],
 )
