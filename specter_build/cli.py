@@ -140,14 +140,15 @@ def compare_command(
     from specter_build.check_expressions import check, parse_condition
     from specter_build.compare_reports import compare
     from specter_build.read_report import read_report
-    from specter_build.show_comparison import to_html, to_markdown, to_record, to_text, write_page
+    from specter_build.show_comparison import to_html, to_markdown, to_record, to_text
+    from specter_runtime.whole_file import write_whole
 
     conditions = [parse_condition(expression) for expression in expressions]
     comparison = compare(read_report(a), read_report(b))
     found = {condition.text: check(condition, comparison) for condition in conditions}
     fired = {text: what for text, what in found.items() if what is not None}
     if page is not None:
-        write_page(page, to_html(comparison, fired))
+        write_whole(page, to_html(comparison, fired))
     if form == "json":
         click.echo(json.dumps(to_record(comparison, fired), allow_nan=False))
     elif form == "markdown":

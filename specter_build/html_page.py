@@ -7,7 +7,7 @@ print is light. What is drawn takes its colours from the custom properties that 
 ``Html`` is text that may stand in a page as it is; any other text goes through ``escape``. Pages
 are also well-formed XML.
 
-Called by: render_report, svg_charts.
+Called by: render_report, svg_charts, show_comparison.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import Literal, NewType
 
 Html = NewType("Html", str)
+Look = Literal["", "bad", "good", "faint"]
+"""Of a table's row: the last column says in words what this says in colour."""
 
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 does not have, lone surrogates among them, which UTF-8 lacks too."""
@@ -94,8 +96,19 @@ def figures_of_merit(figures: Mapping[str, str]) -> Html:
     return Html(f'<dl class="figures">\n{items}\n</dl>')
 
 
-def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
+def table(
+    caption: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    looks: Sequence[Look] = (),
+) -> Html:
     """A table whose rows are named by their first cell; it scrolls where the page is narrow.
+
+    Args:
+        caption: what the table shows, for those who cannot see it.
+        header: of each column.
+        rows: their cells.
+        looks: how each row stands out; none does if empty.
 
     Raises:
         ValueError: a row has more or fewer cells than the header.
@@ -103,16 +116,21 @@ def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) ->
     if any(len(row) != len(header) for row in rows):
         raise ValueError(f"{caption}: every row must have {len(header)} cells")
     names = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    plain: Look = ""
     body = "\n".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>'
+        f'<tr{_class(look)}><th scope="row">{escape(row[0])}</th>'
         + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
         + "</tr>"
-        for row in rows
+        for row, look in zip(rows, looks or [plain] * len(rows), strict=True)
     )
     return Html(
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">\n'
         f"<table>\n<thead><tr>{names}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>"
     )
+
+
+def _class(look: Look) -> str:
+    return f' class="{look}"' if look else ""
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -178,6 +196,9 @@ th { font-weight: 600; }
 thead { display: table-header-group; }
 thead th { vertical-align: bottom; }
 tr { break-inside: avoid; }
+.bad * { color: var(--series-2); font-weight: 600; }
+.good * { color: var(--series-3); }
+.faint * { color: var(--muted); }
 @page { margin: 14mm; }
 @media print {
   :root { color-scheme: light; --page: #ffffff; font-size: 11px; }

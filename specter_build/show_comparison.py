@@ -1,24 +1,21 @@
-"""A comparison for people and programs: text, Markdown, JSON, HTML. Pure but for ``write_page``.
+"""A comparison for people and programs: text, Markdown, JSON, HTML. Pure.
 
-Called by: cli.  Next: compare_reports, check_expressions.
+Called by: cli.  Next: compare_reports, html_page.
 """
 
 from __future__ import annotations
 
 import html
 import math
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
 from specter_build.compare_reports import LEVEL, Comparison, Row, Verdict
+from specter_build.html_page import Html, Look, Section, page, paragraph, table
 from specter_build.read_report import Unit, kind_of
-from specter_runtime.errors import SpecterError
 from specter_runtime.units import format_bytes
 
 HEADINGS = ("figure", "A", "B", "change", "noise", "")
@@ -31,30 +28,11 @@ STYLES: Mapping[Verdict, Mapping[str, Any]] = {
     Verdict.IMPROVEMENT: {"fg": "green"},
     Verdict.NOISE: {"dim": True},
 }
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --bad: #b3261e; --good: #1b6e3c; --line: #ccc }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --bad: #ff8a80; --good: #7ddc9b; --line: #555 }}
-}}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
-h1 {{ font-size: 1.3rem }}
-table {{ border-collapse: collapse }}
-th, td {{ padding: .2rem .8rem; text-align: right; border-bottom: 1px solid var(--line) }}
-th:first-child, td:first-child, th:last-child, td:last-child {{ text-align: left }}
-td {{ font-variant-numeric: tabular-nums }}
-.regression {{ color: var(--bad); font-weight: bold }}
-.improvement {{ color: var(--good) }}
-.noise {{ opacity: .55 }}
-</style>
-<h1>{title}</h1>
-{body}
-</html>
-"""
+LOOKS: Mapping[Verdict, Look] = {
+    Verdict.REGRESSION: "bad",
+    Verdict.IMPROVEMENT: "good",
+    Verdict.NOISE: "faint",
+}
 
 
 def summary(comparison: Comparison) -> str:
@@ -135,19 +113,15 @@ def _escaped(text: str) -> str:
 def to_html(comparison: Comparison, fired: Mapping[str, str]) -> str:
     """A page that stands alone."""
     rows = comparison.having(*(verdict for verdict in Verdict if verdict is not Verdict.SAME))
-    head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-    lines = [
-        f'<tr class="{row.verdict}">{"".join(f"<td>{cell}</td>" for cell in _cells(row))}</tr>'
-        for row in rows
-    ]
-    failures = [f'<p class="regression">failed: {html.escape(x)}</p>' for x in _failures(fired)]
-    body = [
-        f"<p>{summary(comparison)}.</p>",
-        *failures,
-        *(["<table>", f"<tr>{head}</tr>", *lines, "</table>"] if rows else []),
-        *(f"<p>{html.escape(remark)}</p>" for remark in _remarks(comparison)),
-    ]
-    return PAGE.format(title="specter-compare", body="\n".join(body))
+    lead = [f"{summary(comparison)}.", *(f"failed: {line}" for line in _failures(fired))]
+    sections = []
+    if rows:
+        looks = [LOOKS.get(row.verdict, "") for row in rows]
+        body = table("What changed from A to B", HEADINGS, list(map(_cells, rows)), looks)
+        sections.append(Section("Changes", body, is_wide=True))
+    remarks = Html("\n".join(map(paragraph, _remarks(comparison))))
+    sections.append(Section("What was compared", remarks, is_wide=True))
+    return page("specter-compare", sections, Html("\n".join(map(paragraph, lead))))
 
 
 def to_record(comparison: Comparison, fired: Mapping[str, str]) -> dict[str, Any]:
@@ -206,23 +180,3 @@ def _amount(value: float, unit: Unit) -> str:
     if unit == "count":
         return f"{value:.0f}"
     return f"{1000 * value:.3f} ms" if unit == "seconds" else f"{value:.4f}"
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        SpecterError: it cannot be written.
-    """
-    try:
-        handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).chmod(0o644)  # made for its owner alone
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink()
-            raise
-    except OSError as exc:
-        raise SpecterError(f"{path}: cannot be written: {exc.strerror}") from exc

@@ -47,6 +47,13 @@ def test_a_row_of_another_length_is_refused() -> None:
         table("layers", ["layer", "recall"], [["0"]])
 
 
+def test_rows_stand_out_as_told() -> None:
+    root = ElementTree.fromstring(table("t", ["a"], [["1"], ["2"]], ["bad", ""]))
+    assert [row.get("class") for row in root.iter("tr")] == [None, "bad", None]
+    with pytest.raises(ValueError, match="zip"):
+        table("t", ["a"], [["1"], ["2"]], ["bad"])
+
+
 def test_page_forbids_scripts_and_whatever_is_outside() -> None:
     root = parse(page("title", []))
     policies = [
