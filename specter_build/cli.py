@@ -1,9 +1,9 @@
-"""``specter-build``: parses, calls the pipeline, prints. No logic.
+"""``specter-build`` and ``specter-compare``: parse, call, print. No logic.
 
-Exit codes: 0 built or up to date, 2 bad input, 130 Ctrl-C. Everything but the bundle's path goes to
-stderr.
+Exit codes: 0 built, up to date or compared, 1 what ``--fail-if`` names has happened, 2 bad input,
+130 Ctrl-C. Of a build, everything but the bundle's path goes to stderr.
 
-Called by: the shell.  Next: pipeline.
+Called by: the shell.  Next: pipeline, compare_reports.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import click
 from specter_runtime.cli import guarded
 from specter_runtime.errors import SpecterError
 from specter_runtime.units import format_bytes
+
+EXIT_CHECK_FAILED = 1
 
 if TYPE_CHECKING:  # pydantic and torch are imported only when a command runs
     from specter_build.recipe import Recipe
@@ -117,6 +119,52 @@ def _print_estimate(recipe: Recipe, folder: Path) -> None:
     click.echo("\n".join(lines), err=True)
 
 
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("a", type=click.Path(exists=True, path_type=Path))
+@click.argument("b", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--fail-if",
+    "expressions",
+    multiple=True,
+    metavar="EXPR",
+    help="Exit with 1 if the change B - A is so: 'recall.mean<-0.01', 'sizes.draft_bytes>+5%', or "
+    "'regression'. May be given several times.",
+)
+@click.option("--markdown", "form", flag_value="markdown", help="Print a comment's text.")
+@click.option("--json", "form", flag_value="json", help="Print one JSON object.")
+@click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
+def compare_command(
+    a: Path, b: Path, expressions: tuple[str, ...], form: str | None, page: Path | None
+) -> int:
+    """What changed from A to B, bundles or report.json files."""
+    from specter_build.check_expressions import check, parse_condition
+    from specter_build.compare_reports import compare
+    from specter_build.read_report import read_report
+    from specter_build.show_comparison import to_html, to_markdown, to_record, to_text
+    from specter_runtime.whole_file import write_whole
+
+    conditions = [parse_condition(expression) for expression in expressions]
+    comparison = compare(read_report(a), read_report(b))
+    found = {condition.text: check(condition, comparison) for condition in conditions}
+    fired = {text: what for text, what in found.items() if what is not None}
+    if page is not None:
+        write_whole(page, to_html(comparison, fired))
+    if form == "json":
+        click.echo(json.dumps(to_record(comparison, fired), allow_nan=False))
+    elif form == "markdown":
+        click.echo(to_markdown(comparison, fired))
+    else:
+        click.echo(to_text(comparison))
+    for text, what in fired.items():
+        click.echo(f"failed: {text} ({what})", err=True)
+    return EXIT_CHECK_FAILED if fired else 0
+
+
 def main_build() -> NoReturn:
     """Entry point of ``specter-build``."""
     guarded(build_command)
+
+
+def main_compare() -> NoReturn:
+    """Entry point of ``specter-compare``."""
+    guarded(compare_command)

@@ -52,7 +52,7 @@ class Estimate:
         encoding: of the shards.
         dtype: of computation.
         memory: number of draft tokens -> division of the runtime's budget.
-        bundle_bytes: of the bundle on disk, without JSON.
+        bundle_bytes: of the bundle on disk, without JSON and the report's page.
         progress_bytes: on disk beside it while it is built.
         build_bytes: resident during the build, at most.
         has_weights: whether weight headers were there to be checked.

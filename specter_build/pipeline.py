@@ -6,7 +6,7 @@
         profile_routing (target and draft) <── quantize_draft
                     │          split_experts, fit_predictor
                     v
-         report ──> plan_placement ──> write_bundle ──> audit
+         report ──> plan_placement ──> render_report ──> write_bundle ──> audit
 
 Called by: cli.  Next: open_inputs, convert_layers.
 """
@@ -33,7 +33,9 @@ from specter_build.fit_predictor import PredictorQuality
 from specter_build.open_inputs import Inputs, check_disk, open_inputs, tool_versions
 from specter_build.plan_placement import Evidence, plan_placement
 from specter_build.profile_routing import HeadComparison
+from specter_build.read_report import REPORT_FILE
 from specter_build.recipe import Recipe
+from specter_build.render_report import render
 from specter_build.report import LayerProfile, make_report, summarize_layer, summarize_predictors
 from specter_build.split_experts import shard_sizes
 from specter_build.write_bundle import (
@@ -62,7 +64,7 @@ from specter_runtime.shards import ALIGNMENT, align_up, write_tensors
 
 logger = logging.getLogger(__name__)
 
-REPORT_FILE = "report.json"
+REPORT_PAGE_FILE = "report.html"
 ROUTES_FILE = "routes.safetensors"
 
 
@@ -180,7 +182,7 @@ def write_records(
     report: Mapping[str, Any],
     plan: Plan,
 ) -> None:
-    """Routes, report, plan and the checkpoint's own files."""
+    """Routes, report, plan, the report's page and the checkpoint's own files."""
     shape = (len(profiles), *inputs.sequences.shape, -1)
     routes = {
         "token_ids": inputs.sequences.to(torch.int32),
@@ -199,6 +201,7 @@ def write_records(
     write_tensors(work / ROUTES_FILE, routes, {})
     write_text(work / PLAN_FILE, plan.to_json())
     write_text(work / REPORT_FILE, _json(report))
+    write_text(work / REPORT_PAGE_FILE, render(report, plan))
     for name in CARRIED_FILES:
         if (inputs.checkpoint.folder / name).is_file():
             shutil.copyfile(inputs.checkpoint.folder / name, work / name)
