@@ -108,7 +108,8 @@ def main(
     cells = [
         Cell(parse_bytes(budget), policy) for budget in budgets for policy in policies or POLICIES
     ]
-    profiles, texts = [], {}
+    profiles: list[Hardware] = []
+    texts: dict[str, list[list[int]]] = {}
     for repeat in range(repeats):
         if hardware is None:
             profiles.append(
