@@ -126,8 +126,9 @@ def main(
             )
     profile = median_profile(profiles) if hardware is None else load_hardware(hardware)
     routes = record_routes(load_bundle(packed), prompts, texts["decoded"])
+    bundle, simulated = load_bundle(packed), SimulatedBundle(packed)
     for cell in cells:
-        cell.simulated = simulate_cell(cell, roots, profile, routes)
+        cell.simulated = simulate_cell(cell, bundle, simulated, profile, routes)
     sys.exit(0 if report(cells, profile) else 1)
 
 
@@ -225,11 +226,13 @@ def record_routes(
 
 
 def simulate_cell(
-    cell: Cell, roots: Mapping[str, Path], profile: Hardware, routes: Sequence[Routes]
+    cell: Cell,
+    bundle: Bundle,
+    simulated: SimulatedBundle,
+    profile: Hardware,
+    routes: Sequence[Routes],
 ) -> Simulated:
     """The same on the virtual clock."""
-    root = roots[ARMS_BY_NAME[cell.policy].model]
-    bundle, simulated = load_bundle(root), SimulatedBundle(root)
     arm = simulated.arms(num_draft_tokens=0)[cell.policy]
     shape = shape_of(bundle, is_raw=arm.is_raw)
     hottest = simulated.hottest_first

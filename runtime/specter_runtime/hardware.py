@@ -33,7 +33,8 @@ class Hardware:
         pass_overhead_seconds: of every pass of target or draft.
         layer_overhead_seconds: of every layer in a pass of several rows or of the draft.
         row_layer_overhead_seconds: of every layer in a target pass of one row.
-        stop_overhead_seconds: of every layer that has to ask for reads.
+        stop_overhead_seconds: of every layer of a row that has to ask for reads.
+        full_stop_overhead_seconds: the same where all are awaited before anything is computed.
         computing_while_reading: share of its speed that computing keeps while a read is under way.
         reading_while_computing: share of its speed that the link keeps while something is computed.
     """
@@ -49,6 +50,7 @@ class Hardware:
     layer_overhead_seconds: float
     row_layer_overhead_seconds: float
     stop_overhead_seconds: float
+    full_stop_overhead_seconds: float
     computing_while_reading: float = 1.0
     reading_while_computing: float = 1.0
 

@@ -2,11 +2,13 @@
 
 Each figure is measured as the simulator means it:
 
-* link: shards read by as many threads as the runtime has, and by a single one;
+* link: what demands of all experts of a layer bring in the time in which anything is read, with as
+  many readers as the runtime has, and with a single one. Threads that do nothing but read get less
+  on a virtual machine whose idle processors have to be woken for each read;
 * rates: many experts multiplied one after the other, raw and packed, for one row and for many;
 * overhead of a layer: what a pass takes beside multiplying, its experts being there;
 * overhead of a stop: what it takes longer where none of them is, though reads take no time;
-* slowing: how much longer it takes while shards are read, and how much longer these take.
+* slowing: how much longer it takes while others read, and how much less they get done than alone.
 
 Called by: cli.  Next: simulated_bundle, session, hardware.
 """
@@ -43,8 +45,9 @@ from specter_runtime.session import Session, bundle_memory
 from specter_runtime.simulated_bundle import shape_of
 from specter_runtime.simulator import Shape
 
-LINK_SECONDS = 2.0
-"""For which shards are read, with each number of readers."""
+LINK_REPEATS = 5
+READ_SECONDS = 2.0
+"""For which shards are read while nothing is computed."""
 KERNEL_BYTES = 1 << 28
 """Of the experts that are multiplied in turn: more than processors keep."""
 MANY_ROWS = 32
@@ -78,9 +81,11 @@ def measure_hardware(root: Path, name: str, memory_budget_bytes: int | None = No
     bundle = load_bundle(root)
     torch.manual_seed(0)
     kernels.set_threads(torch.get_num_threads())
-    link = _measure_link(bundle)
+    slot_bytes = ShardExpertStore.of(bundle).slot_bytes
+    least = bundle_memory(bundle, PLAIN, None, slot_bytes).budget_bytes
+    link = _measure_link(root, least)
     rates = _measure_rates(bundle)
-    passes = _measure_passes(root, bundle, memory_budget_bytes)
+    passes = _measure_passes(root, bundle, memory_budget_bytes, least)
     shape = shape_of(bundle, is_raw=False)
     num_layers, num_moe_layers = len(shape.dense_bytes), len(shape.moe_layers)
     computing = _computing_seconds(shape, rates, bundle.manifest.model.num_experts_per_tok)
@@ -88,7 +93,7 @@ def measure_hardware(root: Path, name: str, memory_budget_bytes: int | None = No
     computing = passes.row - overhead
     slowed = max(computing, passes.row_while_reading - overhead)
     # Only while something is computed is reading slowed; the share of its rate is a mean of both.
-    share = min(1.0, passes.link_while_computing / link.bytes_per_second)
+    share = min(1.0, passes.read_share)
     share = (share * passes.row_while_reading - overhead) / (passes.row_while_reading - overhead)
     return Hardware(
         name=name,
@@ -102,6 +107,8 @@ def measure_hardware(root: Path, name: str, memory_budget_bytes: int | None = No
         layer_overhead_seconds=max(0.0, passes.draft - computing) / num_layers,
         row_layer_overhead_seconds=overhead / num_layers,
         stop_overhead_seconds=max(0.0, passes.row_with_stops - passes.row) / num_moe_layers,
+        full_stop_overhead_seconds=max(0.0, passes.row_with_full_stops - passes.row)
+        / num_moe_layers,
         computing_while_reading=computing / slowed,
         reading_while_computing=max(share, 0.01),
     )
@@ -118,15 +125,20 @@ class _Link:
     latency_seconds: float
 
 
-def _measure_link(bundle: Bundle) -> _Link:
+def _measure_link(root: Path, least_budget_bytes: int) -> _Link:
     """A reader by itself waits for each read to begin; several bridge each other's waits."""
-    rates = []
-    for num_readers in (1, PLAIN.num_io_threads):
-        with _Readers(bundle, num_readers) as readers:
-            time.sleep(LINK_SECONDS)
-        rates.append(readers.bytes_per_second)
-    alone, together = rates
-    nbytes = bundle.manifest.experts.nbytes
+    num_readers = PLAIN.num_io_threads
+    rates: dict[int, list[float]] = {1: [], num_readers: []}
+    for _ in range(LINK_REPEATS):
+        for count, found in rates.items():
+            config = replace(
+                PLAIN, memory_budget_bytes=least_budget_bytes, num_io_threads=count, overlap=False
+            )
+            with Session.open(root, config) as session:
+                _decode(session, NUM_TOKENS)
+                nbytes, cache = session.memory.slot_bytes, session.stats.cache
+                found.append(cache.loaded_bytes / cache.link_busy_seconds)
+    alone, together = (statistics.median(found) for found in rates.values())
     return _Link(together, max(0.0, nbytes / alone - nbytes / together))
 
 
@@ -238,32 +250,41 @@ class _Passes:
     Attributes:
         row: with all experts there.
         row_with_stops: with none there, where reads take no time.
+        row_with_full_stops: the same where all are awaited before anything is computed.
         row_while_reading: with all there, while others read.
-        link_while_computing: bytes a second that they read.
+        read_share: what they read meanwhile, of what they read by themselves.
         draft: of the draft, with all there.
     """
 
     row: float
     row_with_stops: float
+    row_with_full_stops: float
     row_while_reading: float
-    link_while_computing: float
+    read_share: float
     draft: float
 
 
-def _measure_passes(root: Path, bundle: Bundle, memory_budget_bytes: int | None) -> _Passes:
-    roomy = replace(PLAIN, memory_budget_bytes=memory_budget_bytes)
-    with Session.open(root, roomy) as session:
+def _measure_passes(
+    root: Path, bundle: Bundle, memory_budget_bytes: int | None, least_budget_bytes: int
+) -> _Passes:
+    num_readers = PLAIN.num_io_threads
+    with Session.open(root, replace(PLAIN, memory_budget_bytes=memory_budget_bytes)) as session:
         num_tokens = _resident_tokens(session)
         row = _row_seconds(session, num_tokens)
-        with _Readers(bundle, PLAIN.num_io_threads) as readers:
+        with _Readers(bundle, num_readers) as alone:
+            time.sleep(READ_SECONDS)
+        with _Readers(bundle, num_readers) as beside:
             row_while_reading = _row_seconds(session, num_tokens)
     with Session.open(root, replace(DRAFTS, memory_budget_bytes=memory_budget_bytes)) as session:
         draft = _draft_seconds(session, num_tokens)
-    store = _NoReads(ShardExpertStore.of(bundle))
-    least = bundle_memory(bundle, PLAIN, None, store.slot_bytes).budget_bytes
-    with Session.open(root, replace(PLAIN, memory_budget_bytes=least), store) as session:
-        row_with_stops = _row_seconds(session, num_tokens)
-    return _Passes(row, row_with_stops, row_while_reading, readers.bytes_per_second, draft)
+    least = replace(PLAIN, memory_budget_bytes=least_budget_bytes)
+    stops = []
+    for overlap in (True, False):
+        store = _NoReads(ShardExpertStore.of(bundle))
+        with Session.open(root, replace(least, overlap=overlap), store) as session:
+            stops.append(_row_seconds(session, num_tokens))
+    share = beside.bytes_per_second / alone.bytes_per_second
+    return _Passes(row, *stops, row_while_reading, share, draft)
 
 
 def _resident_tokens(session: Session) -> int:

@@ -433,7 +433,12 @@ class _Simulation:
     ) -> None:
         """A layer's experts by way of a demand; what is foretold is asked for while they come."""
         if is_row:
-            self._machine.overhead(self._hardware.stop_overhead_seconds)
+            hardware = self._hardware
+            self._machine.overhead(
+                hardware.stop_overhead_seconds
+                if self._policy.overlap
+                else hardware.full_stop_overhead_seconds
+            )
         counts = torch.bincount(routing.selected_experts.flatten()).tolist()
         ready, waiting = self._table.demand(routing, keys)
         self._machine.begin_reads()

@@ -28,6 +28,7 @@ HARDWARE = Hardware(
     layer_overhead_seconds=0.0,
     row_layer_overhead_seconds=0.0,
     stop_overhead_seconds=0.0,
+    full_stop_overhead_seconds=0.0,
 )
 """An expert of 1000 bytes is read in 1 + 10 seconds and computed in 1, a dense layer in 2."""
 
