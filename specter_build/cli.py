@@ -1,9 +1,9 @@
-"""``specter-build`` and ``specter-compare``: parse, call, print. No logic.
+"""``specter-build``, ``specter-compare`` and ``specter-simulate``: parse, call, print. No logic.
 
 Exit codes: 0 built, up to date or compared, 1 what ``--fail-if`` names has happened, 2 bad input,
 130 Ctrl-C. Of a build, everything but the bundle's path goes to stderr.
 
-Called by: the shell.  Next: pipeline, compare_reports.
+Called by: the shell.  Next: pipeline, compare_reports, sweep.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from specter_runtime.cli import guarded
+from specter_runtime.cli import ByteSize, guarded
 from specter_runtime.errors import SpecterError
 from specter_runtime.units import format_bytes
 
@@ -25,6 +25,8 @@ EXIT_CHECK_FAILED = 1
 
 if TYPE_CHECKING:  # pydantic and torch are imported only when a command runs
     from specter_build.recipe import Recipe
+    from specter_runtime.hardware import Hardware
+    from specter_runtime.simulated_bundle import SimulatedBundle
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -160,6 +162,132 @@ def compare_command(
     return EXIT_CHECK_FAILED if fired else 0
 
 
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument(
+    "bundles", metavar="BUNDLE...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option("--hardware", required=True, help="A profile's file, or the name of one that ships.")
+@click.option(
+    "--memory-budget", "budgets", type=ByteSize(), multiple=True, help="Fast memory; repeatable."
+)
+@click.option(
+    "--num-draft-tokens",
+    "numbers",
+    type=click.IntRange(0, 64),
+    multiple=True,
+    default=(2,),
+    show_default=True,
+    help="Of the policy that drafts; repeatable for a sweep.",
+)
+@click.option(
+    "--sweep",
+    "sweeps",
+    is_flag=True,
+    help="Specter alone, over all budgets, numbers of draft tokens, links and bundles.",
+)
+@click.option(
+    "--link",
+    "links",
+    type=ByteSize(),
+    multiple=True,
+    help="Bytes a second, for a sweep; repeatable.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write a sweep's charts.",
+)
+def simulate_command(
+    bundles: tuple[Path, ...],
+    hardware: str,
+    budgets: tuple[int, ...],
+    numbers: tuple[int, ...],
+    sweeps: bool,
+    links: tuple[int, ...],
+    as_json: bool,
+    page: Path | None,
+) -> None:
+    """Tell what a token of a BUNDLE would take on other hardware, policy by policy.
+
+    Replays the routes that calibration recorded. Without a budget, the plan's is taken.
+    """
+    from specter_runtime.hardware import load_hardware
+    from specter_runtime.simulated_bundle import SimulatedBundle
+    from specter_runtime.whole_file import check_writable
+
+    is_plain = len(bundles) == len(numbers) == 1 and not links and page is None
+    if not sweeps and not is_plain:
+        raise click.UsageError(
+            "several bundles, several --num-draft-tokens, --link and --html go with --sweep"
+        )
+    if page is not None:
+        check_writable(page)
+    profile = load_hardware(hardware)
+    opened = {path.resolve().name: SimulatedBundle(path) for path in bundles}
+    if len(opened) < len(bundles):
+        raise click.UsageError("the bundles' folders must have names that tell them apart")
+    planned = max(bundle.planned_budget_bytes for bundle in opened.values())
+    if sweeps:
+        _sweep(opened, profile, budgets or (planned,), links, numbers, as_json=as_json, page=page)
+        return
+    (bundle,), (number,) = opened.values(), numbers
+    tables = {}
+    for budget in budgets or (planned,):
+        rows = bundle.table(profile, budget, number)
+        tables[str(budget)] = rows
+        click.echo(f"{format_bytes(budget)} on {profile.name}\n")
+        click.echo(_columns(rows) + "\n")
+    if as_json:
+        click.echo(json.dumps({"hardware": profile.name, "by_budget": tables}))
+
+
+def _sweep(
+    bundles: Mapping[str, SimulatedBundle],
+    hardware: Hardware,
+    budgets: Sequence[int],
+    links: Sequence[int],
+    numbers: Sequence[int],
+    *,
+    as_json: bool,
+    page: Path | None,
+) -> None:
+    from specter_build.sweep import Point, sweep, to_page, to_records, to_row
+    from specter_runtime.whole_file import write_whole
+
+    with click.progressbar(
+        length=len(bundles) * len(budgets) * max(1, len(links)) * len(numbers),
+        label="simulating",
+        file=sys.stderr,
+        hidden=not sys.stderr.isatty(),
+    ) as bar:
+
+        def advance(_: Point) -> None:
+            bar.update(1)
+
+        points = sweep(bundles, hardware, budgets, links, numbers, advance)
+    click.echo(_columns([to_row(point) for point in points]))
+    if page is not None:
+        write_whole(page, to_page(points, hardware))
+    if as_json:
+        click.echo(json.dumps({"hardware": hardware.name, "points": to_records(points)}))
+
+
+def _columns(rows: list[dict[str, Any]]) -> str:
+    """Rows of equal keys as aligned columns."""
+    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        )
+        for line in lines
+    )
+
+
 def main_build() -> NoReturn:
     """Entry point of ``specter-build``."""
     guarded(build_command)
@@ -168,3 +296,8 @@ def main_build() -> NoReturn:
 def main_compare() -> NoReturn:
     """Entry point of ``specter-compare``."""
     guarded(compare_command)
+
+
+def main_simulate() -> NoReturn:
+    """Entry point of ``specter-simulate``."""
+    guarded(simulate_command)

@@ -6,6 +6,7 @@ Called by: open_inputs, cli.  Next: specter_runtime.memory.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,14 @@ from specter_build.architectures import find_architecture, read_config, read_qua
 from specter_build.checkpoint import SUPPORTED_DTYPES, Checkpoint, has_weights, read_json_object
 from specter_build.fit_predictor import fit_nbytes
 from specter_build.recipe import Recipe
-from specter_runtime.config import DTYPE_BYTES, DType, Encoding, ExpertNumbers, ModelConfig
+from specter_runtime.config import (
+    DTYPE_BYTES,
+    DType,
+    Encoding,
+    ExpertNumbers,
+    ModelConfig,
+    PredictorKind,
+)
 from specter_runtime.errors import CapacityError, RecipeError
 from specter_runtime.experts import expert_nbytes, packed_nbytes
 from specter_runtime.memory import (
@@ -150,30 +158,61 @@ def divide_memory(
         CapacityError: none fits; states the minimum.
     """
     asked = recipe.plan.num_draft_tokens
-    bits = recipe.draft.widths(config)
     divisions: dict[int, MemoryUse] = {}
     refusal: CapacityError | None = None
     for candidate in CANDIDATES if asked == "auto" else (asked,):
         try:
-            divisions[candidate] = divide_budget(
-                config,
-                memory_budget_bytes=recipe.plan.memory_budget,
-                draft_bits=bits if candidate else (),
-                group_size=recipe.draft.group_size,
-                symmetric=recipe.draft.symmetric,
-                predictor_bytes=predictor_nbytes(config, recipe.predictor.layers_ahead),
-                dtype=dtype,
-                numbers=numbers,
-                max_context_tokens=recipe.plan.max_context_tokens,
-                prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
-                num_draft_tokens=candidate,
-                slot_bytes=slot_bytes,
+            divisions[candidate] = _divide(
+                recipe, config, numbers, dtype, slot_bytes, num_draft_tokens=candidate
             )
         except CapacityError as exc:
             refusal = refusal or exc
     if not divisions and refusal is not None:
         raise CapacityError(f"plan.memory_budget: {refusal}")
     return divisions
+
+
+def divide_for_predictors(
+    recipe: Recipe, config: ModelConfig, numbers: ExpertNumbers, dtype: str, slot_bytes: int
+) -> dict[PredictorKind, MemoryUse]:
+    """Predictor -> division of the budget without a draft, for those that there is room for."""
+    layers_ahead: dict[PredictorKind, int] = {
+        "fitted": recipe.predictor.layers_ahead,
+        "router": 1,
+    }
+    divisions: dict[PredictorKind, MemoryUse] = {}
+    for kind, ahead in layers_ahead.items():
+        with suppress(CapacityError):
+            divisions[kind] = _divide(
+                recipe, config, numbers, dtype, slot_bytes, layers_ahead=ahead
+            )
+    return divisions
+
+
+def _divide(
+    recipe: Recipe,
+    config: ModelConfig,
+    numbers: ExpertNumbers,
+    dtype: str,
+    slot_bytes: int,
+    *,
+    num_draft_tokens: int = 0,
+    layers_ahead: int = 0,
+) -> MemoryUse:
+    return divide_budget(
+        config,
+        memory_budget_bytes=recipe.plan.memory_budget,
+        draft_bits=recipe.draft.widths(config) if num_draft_tokens else (),
+        group_size=recipe.draft.group_size,
+        symmetric=recipe.draft.symmetric,
+        predictor_bytes=predictor_nbytes(config, layers_ahead),
+        dtype=dtype,
+        numbers=numbers,
+        max_context_tokens=recipe.plan.max_context_tokens,
+        prompt_chunk_tokens=PROMPT_CHUNK_TOKENS,
+        num_draft_tokens=num_draft_tokens,
+        slot_bytes=slot_bytes,
+    )
 
 
 def choose_encoding(recipe: Recipe, numbers: ExpertNumbers) -> Encoding:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import platform
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,11 +27,12 @@ from specter_build.estimate import Estimate, check_memory, estimate_checkpoint
 from specter_build.given_draft import BITS, GivenDraft
 from specter_build.quantize_draft import check_method
 from specter_build.quantizers import GridFormat
-from specter_build.recipe import DraftRecipe, Recipe
+from specter_build.recipe import DraftRecipe, HardwareRecipe, Recipe
 from specter_build.write_bundle import work_path
 from specter_runtime import __version__
 from specter_runtime.bundle_loader import file_sha256
-from specter_runtime.errors import CapacityError, CheckpointError, RecipeError
+from specter_runtime.errors import CapacityError, CheckpointError, RecipeError, SpecterError
+from specter_runtime.hardware import Hardware, load_hardware, shipped
 from specter_runtime.manifest import FORMAT_VERSION, FileEntry
 from specter_runtime.tokenizer import Tokenizer
 from specter_runtime.units import format_bytes
@@ -52,6 +53,7 @@ class Inputs:
     sequences: torch.Tensor
     source_files: dict[str, FileEntry]
     estimate: Estimate
+    hardware: Hardware
     given: GivenDraft | None = None
 
     @property
@@ -85,7 +87,7 @@ class Inputs:
         """SHA-256 over everything that shapes the bundle."""
         sources = {name: entry.sha256 for name, entry in self.source_files.items()}
         parts = [code_sha256(), FORMAT_VERSION, self.recipe.digest(), self.calibration.sha256]
-        parts.append(self.model_name)
+        parts += [self.model_name, asdict(self.hardware)]
         content = json.dumps([*parts, sources, tool_versions(self.recipe.draft)], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -103,6 +105,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
             f"{model_folder}: tokenizer.json has {tokenizer.vocab_size} ids, config.json has "
             f"vocab_size {config.vocab_size}; they do not belong together"
         )
+    hardware = resolve_hardware(recipe, folder)
     sizes = estimate_checkpoint(recipe, checkpoint)
     check_memory(sizes.build_bytes)
     calibration = read_texts(recipe.calibration, folder)
@@ -123,8 +126,24 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
         sequences=sequences,
         source_files=source_files,
         estimate=sizes,
+        hardware=hardware,
         given=given,
     )
+
+
+def resolve_hardware(recipe: Recipe, folder: Path) -> Hardware:
+    """The machine to plan for.
+
+    Raises:
+        RecipeError: there is no such profile, or it is malformed; names the file and the key.
+    """
+    if isinstance(recipe.hardware, HardwareRecipe):
+        return recipe.hardware.profile()
+    name = recipe.hardware
+    try:
+        return load_hardware(name if name in shipped() else str(folder / name))
+    except SpecterError as exc:
+        raise RecipeError(f"hardware: {exc}") from exc
 
 
 def _eos_token_id(path: Path, vocab_size: int) -> int | None:

@@ -20,6 +20,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ import torch
 from specter_build.audit import audit
 from specter_build.checkpoint import CARRIED_FILES
 from specter_build.convert_layers import LayerObserver, convert_layers
-from specter_build.estimate import divide_memory
+from specter_build.estimate import divide_for_predictors, divide_memory
 from specter_build.fit_predictor import PredictorQuality
 from specter_build.open_inputs import Inputs, check_disk, open_inputs, tool_versions
-from specter_build.plan_placement import Evidence, plan_placement
+from specter_build.plan_placement import Evidence, plan_placement, ways_to_run
 from specter_build.profile_routing import HeadComparison
 from specter_build.read_report import REPORT_FILE
 from specter_build.recipe import Recipe
@@ -61,11 +62,11 @@ from specter_runtime.manifest import (
 )
 from specter_runtime.memory import draft_nbytes
 from specter_runtime.shards import ALIGNMENT, align_up, write_tensors
+from specter_runtime.simulated_bundle import ROUTES_FILE, make_shape, make_texts
 
 logger = logging.getLogger(__name__)
 
 REPORT_PAGE_FILE = "report.html"
-ROUTES_FILE = "routes.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,9 @@ def build(
     check_disk(inputs.estimate, destination)
     with work_folder(destination) as work, torch.inference_mode():
         profiles, heads, predictors = convert_layers(inputs, work, on_layer)
-        report, plan = conclude(inputs, profiles, heads, predictors, shard_sizes(work))
-        write_records(inputs, work, profiles, heads, report, plan)
+        routes = record_routes(inputs, profiles, heads)
+        report, plan = conclude(inputs, profiles, heads, predictors, routes, shard_sizes(work))
+        write_records(inputs, work, routes, report, plan)
         timings = {
             "wall_seconds": time.perf_counter() - started,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -125,16 +127,18 @@ def conclude(
     profiles: Mapping[int, LayerProfile],
     heads: HeadComparison,
     predictors: Mapping[int, PredictorQuality],
+    routes: Mapping[str, torch.Tensor],
     shard_bytes: Sequence[int],
 ) -> tuple[dict[str, Any], Plan]:
-    """Report and plan, from what calibration showed and how large each shard's data came out."""
+    """Report and plan, from what calibration showed and how large each shard's data came out.
+
+    ``routes`` are those of ``record_routes``.
+    """
     checkpoint, recipe, config = inputs.checkpoint, inputs.recipe, inputs.checkpoint.config
     draft, num_sequences = recipe.draft, len(inputs.sequences)
     layers = [summarize_layer(profile, num_sequences, config) for profile in profiles.values()]
-    slot_bytes = align_up(max(shard_bytes))
-    memory = divide_memory(
-        recipe, config, checkpoint.expert_numbers, inputs.estimate.dtype, slot_bytes
-    )
+    numbers, slot_bytes = checkpoint.expert_numbers, align_up(max(shard_bytes))
+    division = recipe, config, numbers, inputs.estimate.dtype, slot_bytes
     sizes = {
         "dense_bytes": checkpoint.dense_nbytes,
         "draft_bytes": draft_nbytes(
@@ -156,33 +160,45 @@ def conclude(
     )
     report["model"] = {"name": inputs.model_name, "sha256": inputs.model_sha256}
     report["predictor"] = summarize_predictors(predictors, inputs.layers_ahead)
-    shape = (num_sequences, -1, config.num_experts_per_tok)
     evidence = Evidence(
-        routes={i: profile.target.selected_experts.view(shape) for i, profile in profiles.items()},
+        texts=make_texts(routes),
         counts={layer["layer"]: torch.tensor(layer["expert_counts"]) for layer in layers},
-        acceptance_by_position=report["acceptance"]["by_position"],
-        recall=report["recall"]["mean"],
+        recall={
+            "fitted": report["predictor"]["recall"],
+            "router": report["predictor"]["early_router"][:1],
+        },
     )
-    context = recipe.plan.max_context_tokens
-    plan = plan_placement(config, memory, evidence, recipe.hardware, inputs.estimate.dtype, context)
-    report["memory"] = asdict(memory[plan.num_draft_tokens])
+    make = partial(
+        make_shape,
+        config,
+        inputs.estimate.dtype,
+        max(shard_bytes),
+        is_packed=inputs.estimate.encoding == "packed",
+    )
+    ways = ways_to_run(divide_memory(*division), divide_for_predictors(*division), evidence.recall)
+    plan = plan_placement(
+        {False: make(0), True: make(sizes["draft_bytes"])},
+        ways,
+        evidence,
+        inputs.hardware,
+        inputs.estimate.dtype,
+        recipe.plan.max_context_tokens,
+    )
+    report["memory"] = asdict(ways[plan.chosen].memory)
     report["plan"] = {
         "num_draft_tokens": plan.num_draft_tokens,
-        "seconds_per_token": plan.predicted[str(plan.num_draft_tokens)],
+        "seconds_per_token": plan.predicted[plan.chosen],
+        "chosen": plan.chosen,
+        "reason": plan.reason,
         "hardware": plan.hardware,
     }
     return report, plan
 
 
-def write_records(
-    inputs: Inputs,
-    work: Path,
-    profiles: Mapping[int, LayerProfile],
-    heads: HeadComparison,
-    report: Mapping[str, Any],
-    plan: Plan,
-) -> None:
-    """Routes, report, plan, the report's page and the checkpoint's own files."""
+def record_routes(
+    inputs: Inputs, profiles: Mapping[int, LayerProfile], heads: HeadComparison
+) -> dict[str, torch.Tensor]:
+    """Both models' routes, by the names of the tensors that the bundle has them in."""
     shape = (len(profiles), *inputs.sequences.shape, -1)
     routes = {
         "token_ids": inputs.sequences.to(torch.int32),
@@ -198,6 +214,17 @@ def write_records(
         routes[f"{name}.routing_weights"] = weights.view(shape)
     probs = [p.target.router_probs for p in profiles.values() if p.target.router_probs is not None]
     routes["target.router_probs"] = torch.stack(probs).view(shape)  # [L, N, T, E]
+    return routes
+
+
+def write_records(
+    inputs: Inputs,
+    work: Path,
+    routes: Mapping[str, torch.Tensor],
+    report: Mapping[str, Any],
+    plan: Plan,
+) -> None:
+    """Routes, report, plan, the report's page and the checkpoint's own files."""
     write_tensors(work / ROUTES_FILE, routes, {})
     write_text(work / PLAN_FILE, plan.to_json())
     write_text(work / REPORT_FILE, _json(report))

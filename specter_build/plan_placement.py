@@ -1,31 +1,32 @@
-"""Step: decide slots, initial residents and the number of draft tokens for a budget. Pure.
+"""Step: decide how a budget is used: draft, eviction, predictor, slots, initial residents. Pure.
 
-The prediction is a roofline over a replay of the recorded routes: bytes over the link by a cache
-of the planned size that evicts as the runtime does (but knows only who was chosen, not how nearly
-others were), computation at memory speed. It ranks numbers
-of draft tokens; it does not pretend to milliseconds.
+Every way to run the bundle is simulated with the slots that it leaves, on the routes that
+calibration recorded and on the profile of a machine, by the code that decides at run time. Plain
+ways do not look ahead; one that does must beat the best of them by more than what the simulator may
+be wrong, or the best plain way is the plan.
 
-Called by: pipeline.  Next: specter_runtime.memory.
+Called by: pipeline.  Next: specter_runtime.simulator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 
-from specter_build.fidelity import expected_acceptance_length
-from specter_build.recipe import HardwareRecipe
-from specter_runtime.config import DTYPE_BYTES, DType, ModelConfig
-from specter_runtime.eviction import UNKNOWN, ReuseValues, choose_victim
-from specter_runtime.experts import ExpertKey, Routing
+from specter_runtime.config import DType, Eviction, PredictorKind
+from specter_runtime.experts import ExpertKey
+from specter_runtime.hardware import Hardware
 from specter_runtime.manifest import FORMAT_VERSION, Plan
-from specter_runtime.memory import MemoryUse, dense_nbytes
+from specter_runtime.memory import MemoryUse
+from specter_runtime.simulator import Policy, Routes, Shape, Simulated, simulate
 
-MAX_REPLAYED_TOKENS = 2048
-"""Tokens of the calibration set that are replayed; enough for a hit rate, little enough to wait."""
+MARGIN = 0.03
+"""By how much looking ahead must be faster, as the governor asks of it at run time."""
+
+EVICTIONS: Mapping[Eviction, str] = {"reuse": "no draft", "lru": "no draft, LRU eviction"}
+PREDICTORS: tuple[PredictorKind, ...] = ("fitted", "router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,29 @@ class Evidence:
     """What calibration found out, as far as the plan needs it.
 
     Attributes:
-        routes: routed layer -> the target's routes, int64 ``[N, T, K]``.
+        texts: routes of the target and of the draft.
         counts: routed layer -> usage counts, int64 ``[E]``.
-        acceptance_by_position: see ``fidelity``.
-        recall: mean routing recall of the draft.
+        recall: of each kind of predictor, by number of layers ahead; empty without predictors.
     """
 
-    routes: Mapping[int, torch.Tensor]
+    texts: Sequence[Routes]
     counts: Mapping[int, torch.Tensor]
-    acceptance_by_position: Sequence[float]
-    recall: float
+    recall: Mapping[PredictorKind, Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a bundle, and how it divides the memory."""
+
+    policy: Policy
+    memory: MemoryUse
+    eviction: Eviction = "reuse"
+    predictor: PredictorKind = "none"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is moved ahead."""
+        return self.policy.foresight == "none"
 
 
 def hottest_first(counts: Mapping[int, torch.Tensor]) -> list[ExpertKey]:
@@ -55,115 +69,109 @@ def hottest_first(counts: Mapping[int, torch.Tensor]) -> list[ExpertKey]:
     return [ExpertKey(layer, expert) for _, layer, expert in sorted(keys)]
 
 
-def replay_loads(
-    routes: Mapping[int, torch.Tensor],
-    initial: Sequence[ExpertKey],
-    num_slots: int,
-    window: int,
-) -> float:
-    """Experts loaded per window of ``window`` tokens by a cache; drives the runtime's rule.
+def ways_to_run(
+    memory_by_candidate: Mapping[int, MemoryUse],
+    memory_by_predictor: Mapping[PredictorKind, MemoryUse],
+    recall: Mapping[PredictorKind, Sequence[float]],
+) -> dict[str, Way]:
+    """What is compared, by name; the simplest first.
 
     Args:
-        routes: the target's routes.
-        initial: all experts, hottest first; the first ``num_slots`` are resident at the start.
-        num_slots: slots of the cache.
-        window: tokens that are verified together: an expert is demanded once in a window.
+        memory_by_candidate: number of draft tokens -> division of the budget (0 needs no draft and
+            has more slots). One entry when the recipe fixes the number.
+        memory_by_predictor: the same without a draft, for the predictors that there is room for.
+        recall: see ``Evidence``.
     """
-    layers = {layer: r.flatten(0, 1)[:MAX_REPLAYED_TOKENS] for layer, r in routes.items()}
-    num_tokens = len(next(iter(layers.values())))
-    warm_up = num_tokens // 2  # by then the cache holds what the text made it hold
-    has_warm_up = window <= warm_up  # if not, all of it counts, from an empty cache
-    loads = counted_tokens = 0
-    shape = max(layers) + 1, 1 + max(key.expert for key in initial)
-    policy = ReuseValues(*shape, initial)
-    resident = np.zeros(shape, dtype=bool)
-    next_use = np.full(shape, UNKNOWN)
-    if has_warm_up:
-        for key in initial[:num_slots]:
-            resident[key] = True
-    for start in range(0, num_tokens, window):
-        stop = min(start + window, num_tokens)
-        is_counted = start >= warm_up or not has_warm_up
-        counted_tokens += (stop - start) * is_counted
-        for layer, rows in layers.items():
-            routing = Routing(layer, rows[start:stop], torch.ones(stop - start, rows.shape[1]))
-            policy.observe(routing)
-            used = np.zeros(shape, dtype=bool)
-            used[layer, routing.expert_ids()] = True
-            for expert in np.flatnonzero(used[layer] & ~resident[layer]):
-                loads += is_counted
-                if resident.sum() >= num_slots:
-                    victim = choose_victim(policy.values, resident & ~used, next_use, -1)
-                    victim = victim or choose_victim(policy.values, resident, next_use, -1)
-                    assert victim is not None, "there is at least one slot"
-                    resident[victim] = False
-                resident[layer, expert] = True
-    return loads * window / counted_tokens if counted_tokens else 0.0
+    found = {}
+    if 0 in memory_by_candidate:
+        for eviction, name in EVICTIONS.items():
+            found[name] = Way(Policy(eviction=eviction), memory_by_candidate[0], eviction)
+        for kind, memory in memory_by_predictor.items():
+            if recall.get(kind):
+                policy = Policy(foresight=kind, recall=tuple(recall[kind]))
+                found[f"no draft, {kind} predictor"] = Way(policy, memory, predictor=kind)
+    for k, memory in memory_by_candidate.items():
+        if k:
+            policy = Policy(k, is_governed=False, foresight="draft")
+            found[f"{k} draft token{'s' if k > 1 else ''}"] = Way(policy, memory)
+    return found
 
 
-def predict_tpot(
-    config: ModelConfig,
-    memory: MemoryUse,
-    evidence: Evidence,
-    hardware: HardwareRecipe,
-    dtype: str,
-    num_draft_tokens: int,
-    initial: Sequence[ExpertKey],
-) -> float:
-    """Seconds per output token with K draft tokens.
-
-    One window takes K draft passes, then K + 1 rows of the target (each row computed by itself, so
-    rows cost alike) and the reads. Reads that the draft foresaw overlap its passes; the rest, at
-    least the share that it did not foresee, is exposed.
-    """
-    k, hw = num_draft_tokens, hardware
-    active = len(config.moe_layers) * config.num_experts_per_tok
-    row = dense_nbytes(config, dtype) + active * config.expert_num_weights * DTYPE_BYTES[dtype]
-    row_seconds = row / hw.memory_bytes_per_second + hw.pass_overhead_seconds
-    draft_seconds = k * row_seconds  # an upper bound: stand-ins are fewer bytes
-    loads = replay_loads(evidence.routes, initial, memory.num_slots, k + 1)
-    read_seconds = hw.link_latency_seconds + memory.slot_bytes / hw.link_bytes_per_second
-    link_seconds = loads * read_seconds
-    foreseen = link_seconds * evidence.recall * k / (k + 1)  # the last row is not drafted
-    exposed = link_seconds - min(foreseen, draft_seconds)
-    window_seconds = draft_seconds + (k + 1) * row_seconds + exposed
-    return window_seconds / expected_acceptance_length(evidence.acceptance_by_position, k)
+def choose(ways: Mapping[str, Way], seconds: Mapping[str, float]) -> str:
+    """The best plain way, or what is faster by more than ``MARGIN``; of equals the first."""
+    plain = [name for name, way in ways.items() if way.is_plain]
+    best = min(ways, key=lambda name: seconds[name])
+    if not plain:
+        return best
+    best_plain = min(plain, key=lambda name: seconds[name])
+    return best if seconds[best] < (1 - MARGIN) * seconds[best_plain] else best_plain
 
 
 def plan_placement(
-    config: ModelConfig,
-    memory_by_candidate: Mapping[int, MemoryUse],
+    shapes: Mapping[bool, Shape],
+    ways: Mapping[str, Way],
     evidence: Evidence,
-    hardware: HardwareRecipe,
+    hardware: Hardware,
     dtype: DType,
     max_context_tokens: int,
 ) -> Plan:
-    """Choose the number of draft tokens with the least predicted TPOT; 0 competes like the others.
+    """The way with the least simulated time per output token.
 
     Args:
-        config: the model.
-        memory_by_candidate: number of draft tokens -> division of the budget (0 needs no draft and
-            has more slots). One entry when the recipe fixes the number.
+        shapes: of the model, by whether there is a draft.
+        ways: see ``ways_to_run``.
         evidence: what calibration found out.
-        hardware: what the machine is assumed to do.
+        hardware: the machine.
         dtype: precision of computation.
         max_context_tokens: room in the KV cache.
     """
     initial = hottest_first(evidence.counts)
-    predicted = {
-        k: predict_tpot(config, memory, evidence, hardware, dtype, k, initial)
-        for k, memory in memory_by_candidate.items()
+    found = {
+        name: simulate(
+            shapes[way.policy.num_draft_tokens > 0],
+            hardware,
+            way.policy,
+            way.memory.num_slots,
+            evidence.texts,
+            initial,
+        )
+        for name, way in ways.items()
     }
-    best = min(predicted, key=lambda k: (predicted[k], k))
-    memory = memory_by_candidate[best]
+    seconds = {name: simulated.tpot_seconds for name, simulated in found.items()}
+    chosen = choose(ways, seconds)
+    way = ways[chosen]
+    numbers = {key: value for key, value in asdict(hardware).items() if key != "name"}
     return Plan(
         format_version=FORMAT_VERSION,
-        memory_budget_bytes=memory.budget_bytes,
+        memory_budget_bytes=way.memory.budget_bytes,
         max_context_tokens=max_context_tokens,
         dtype=dtype,
-        num_slots=memory.num_slots,
-        num_draft_tokens=best,
+        num_slots=way.memory.num_slots,
+        num_draft_tokens=way.policy.num_draft_tokens,
         initial_residents=tuple((key.layer, key.expert) for key in initial),
-        predicted={str(k): seconds for k, seconds in predicted.items()},
-        hardware=hardware.model_dump(),
+        eviction=way.eviction,
+        predictor=way.predictor,
+        predicted=seconds,
+        chosen=chosen,
+        reason=explain(chosen, ways, found),
+        hardware=numbers,
     )
+
+
+def explain(chosen: str, ways: Mapping[str, Way], found: Mapping[str, Simulated]) -> str:
+    """Why, in a sentence: what the time goes to, and the best of the other kind beside it."""
+    own = found[chosen]
+    parts = {
+        "drafting": own.draft_seconds,
+        "computing": own.compute_seconds,
+        "waiting for experts": own.stall_seconds,
+        "overhead": own.overhead_seconds,
+    }
+    spent = ", ".join(f"{part * 1e3:.1f} {name}" for name, part in parts.items() if part)
+    text = f"{chosen}: {own.tpot_seconds * 1e3:.1f} ms a token ({spent})"
+    others = [name for name, way in ways.items() if way.is_plain != ways[chosen].is_plain]
+    if not others:
+        return text
+    best = min(others, key=lambda name: found[name].tpot_seconds)
+    kind = "looking ahead" if ways[chosen].is_plain else "not looking ahead"
+    return f"{text}; {kind}, {best}: {found[best].tpot_seconds * 1e3:.1f} ms"

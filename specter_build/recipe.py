@@ -27,8 +27,9 @@ from pydantic import (
     model_validator,
 )
 
-from specter_runtime.config import DType, ModelConfig
+from specter_runtime.config import DType, ModelConfig, RuntimeConfig
 from specter_runtime.errors import RecipeError
+from specter_runtime.hardware import Hardware
 from specter_runtime.units import parse_bytes
 
 
@@ -207,7 +208,7 @@ class PlanRecipe(_Section):
 
 
 class HardwareRecipe(_Section):
-    """What the planner assumes of the machine.
+    """What the planner assumes of the machine, in few words; a profile says it in full.
 
     Attributes:
         link_bytes_per_second: slow tier to fast tier (reads of an expert's size).
@@ -221,6 +222,32 @@ class HardwareRecipe(_Section):
     memory_bytes_per_second: float = Field(gt=0)
     pass_overhead_seconds: float = Field(default=0.0, ge=0)
 
+    def profile(self) -> Hardware:
+        """A profile in which the rest is as it comes: as many multiply-adds a second as bytes."""
+        return Hardware(
+            name="recipe",
+            link_bytes_per_second=self.link_bytes_per_second,
+            link_latency_seconds=self.link_latency_seconds,
+            num_readers=RuntimeConfig().num_io_threads,
+            memory_bytes_per_second=self.memory_bytes_per_second,
+            packed_bytes_per_second=self.memory_bytes_per_second,
+            multiplies_per_second=self.memory_bytes_per_second,
+            pass_overhead_seconds=self.pass_overhead_seconds,
+            layer_overhead_seconds=0.0,
+            row_layer_overhead_seconds=0.0,
+            stop_overhead_seconds=0.0,
+            full_stop_overhead_seconds=0.0,
+        )
+
+
+_RATES, _PROFILE = "rates", "profile"
+"""Tags of the two forms of ``hardware``, likewise."""
+
+HardwareChoice = Annotated[
+    Annotated[HardwareRecipe, Tag(_RATES)] | Annotated[str, Tag(_PROFILE)],
+    Discriminator(lambda value: _PROFILE if isinstance(value, str) else _RATES),
+]
+
 
 class Recipe(_Section):
     """A whole recipe.
@@ -229,6 +256,8 @@ class Recipe(_Section):
         model: a checkpoint's folder, or a hub id such as ``org/name``.
         revision: of the hub id.
         output: the bundle's folder.
+        hardware: the machine to plan for: rates, the name of a profile that ships, or a profile's
+            file.
         shard_encoding: ``packed`` keeps bfloat16 experts losslessly in 12 bits a weight, on disk
             and in slots; ``raw`` as the checkpoint has them; ``auto`` packs what can be packed.
     """
@@ -241,7 +270,7 @@ class Recipe(_Section):
     calibration: CalibrationRecipe
     predictor: PredictorRecipe = PredictorRecipe()
     plan: PlanRecipe
-    hardware: HardwareRecipe
+    hardware: HardwareChoice
 
     def settings(self) -> dict[str, Any]:
         """Everything that shapes a bundle, and nothing of where files lie on this machine."""
@@ -364,7 +393,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _problem(item: Mapping[str, Any]) -> str:
     """One pydantic error as a sentence with the key path."""
-    location = [part for part in item["loc"] if part not in (_TABLE, _NUMBER)]
+    location = [part for part in item["loc"] if part not in (_TABLE, _NUMBER, _RATES, _PROFILE)]
     path = ".".join(str(part) for part in location)
     if item["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])

@@ -243,28 +243,14 @@ def predicted_tpot(plan: Plan) -> Section:
     """What the planner compared."""
     chart = bar_chart(
         "Predicted seconds per output token by policy",
-        {_policy(name): plan.predicted[name] for name in sorted(plan.predicted, key=_rank)},
+        plan.predicted,
         _milliseconds,
-        chosen=_policy(str(plan.num_draft_tokens)),
+        chosen=plan.chosen,
     )
     note = (
-        "Time per output token by the planner's reckoning, with the rates that it assumes of the "
-        "machine; it ranks policies rather than foretell times."
+        f"Simulated on the machine's profile, on the routes of the calibration set. {plan.reason}."
     )
     return Section("Predicted TPOT by policy", chart, note)
-
-
-def _rank(policy: str) -> tuple[bool, int, str]:
-    """Numbers of draft tokens first and ascending, then other policies by name."""
-    is_number = policy.isdecimal()
-    return not is_number, int(policy) if is_number else 0, policy
-
-
-def _policy(name: str) -> str:
-    """A number of draft tokens says what it is; any other name speaks for itself."""
-    if not name.isdecimal():
-        return name
-    return "no draft" if name == "0" else f"{name} draft token{'s' if name != '1' else ''}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -14,20 +14,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
+from xml.etree import ElementTree
 
 import pytest
 
-from specter_build.cli import main_build
+import specter_runtime.measure_hardware
+from specter_build.cli import main_build, main_simulate
 from specter_build.pipeline import build
 from specter_build.recipe import Recipe
 from specter_runtime.bundle_loader import file_sha256
-from specter_runtime.cli import main_run, main_simulate
+from specter_runtime.cli import main_bench, main_run
 from specter_runtime.config import RuntimeConfig, SamplingConfig
+from specter_runtime.hardware import load_hardware
 from specter_runtime.session import Session
+from specter_runtime.simulated_bundle import SimulatedBundle
 from specter_runtime.torch_environment import TORCH_ENVIRONMENT
 from tests.checkpoints import make_checkpoint, recipe_dict, write_recipe
 
@@ -593,6 +597,44 @@ def test_absent_recipe_is_refused_by_path(specter_build: Command, tmp_path: Path
     assert str(tmp_path / "absent.yaml") in refused(specter_build(tmp_path / "absent.yaml"))
 
 
+# ---- specter-bench -----------------------------------------------------------------------------
+
+
+def test_bench_writes_a_profile_that_simulate_takes(
+    command: Command, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specter_runtime.measure_hardware, "REPEATS", 2)
+    monkeypatch.setattr(specter_runtime.measure_hardware, "READ_SECONDS", 0.01)
+    path = tmp_path / "mine.json"
+    found = command(main_bench, tiny_bundle, "--measure-hardware", path, "--name", "A desk")
+    assert (found.code, found.stderr) == (0, "")
+    assert found.stdout == path.read_text("utf-8")
+    assert json.loads(found.stdout)["name"] == "A desk"
+    simulated = command(main_simulate, tiny_bundle, "--hardware", path)
+    assert simulated.code == 0
+    assert "on A desk" in simulated.stdout
+
+
+def test_bench_that_fails_leaves_nothing(
+    command: Command, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    cases = (
+        ((tiny_bundle, "--measure-hardware", tmp_path / "no" / "x.json"), "no folder to write in"),
+        ((tmp_path, "--measure-hardware", tmp_path / "x.json"), "manifest.json"),
+        (
+            (tiny_bundle, "--measure-hardware", tmp_path / "x.json", "--memory-budget", "1kB"),
+            "the minimum is",
+        ),
+        ((tiny_bundle,), "--measure-hardware"),
+    )
+    for arguments, message in cases:
+        found = command(main_bench, *arguments)
+        assert (found.code, found.stdout) == (2, "")
+        assert message in found.stderr
+        assert "Traceback" not in found.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
 # ---- specter-simulate -----------------------------------------------------------------------
 
 
@@ -612,6 +654,60 @@ def test_simulate_prints_a_row_for_each_policy_and_the_same_as_json(
     for line, row in zip(shown, rows, strict=True):
         assert line.split()[-1] == str(row["tokens a pass"])
         assert row["TPOT ms"] > 0
+
+
+def test_sweep_is_every_combination_as_simulated_alone(
+    specter_simulate: Command, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "sweep.html"
+    least = SimulatedBundle(tiny_bundle).planned_budget_bytes
+    found = specter_simulate(
+        *(tiny_bundle, "--hardware", "laptop-nvme", "--sweep", "--json", "--html", page),
+        *("--memory-budget", "1kB", "--memory-budget", least),
+        *("--num-draft-tokens", 0, "--num-draft-tokens", 2, "--link", "100MB", "--link", "2GB"),
+    )
+    assert found.code == 0, found
+    *lines, last = found.stdout.splitlines()
+    points = json.loads(last)["points"]
+    keys = ("link_bytes_per_second", "num_draft_tokens", "memory_budget_bytes")
+    assert [tuple(point[key] for key in keys) for point in points] == [
+        (link, k, budget) for link in (1e8, 2e9) for k in (0, 2) for budget in (1000, least)
+    ]
+    bundle, profile = SimulatedBundle(tiny_bundle), load_hardware("laptop-nvme")
+    for point in points:
+        if point["memory_budget_bytes"] == 1000:
+            assert (point["num_slots"], point["tpot_seconds"]) == (None, None)
+            continue
+        k = point["num_draft_tokens"]
+        arm = bundle.arms(k)["a draft of 2" if k else "specter"]
+        link = replace(profile, link_bytes_per_second=point["link_bytes_per_second"])
+        num_slots, alone = bundle.run(arm, link, least)
+        assert (point["num_slots"], point["tpot_seconds"]) == (num_slots, alone.tpot_seconds)
+    assert len(lines) == 1 + len(points)
+    assert [line.split()[-2] == "-" for line in lines[1:]] == [True, False] * 4
+    root = ElementTree.fromstring(page.read_text("utf-8"))
+    headings = [element.text for element in root.iter("{http://www.w3.org/1999/xhtml}h2")]
+    name = tiny_bundle.name
+    assert headings == [f"{name}, link 100 MB/s", f"{name}, link 2000 MB/s", "All points"]
+
+
+def test_sweep_options_without_a_sweep_are_refused(
+    specter_simulate: Command, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "sweep.html"
+    common = (tiny_bundle, "--hardware", "laptop-nvme")
+    for options in (
+        (*common, "--html", page),
+        (*common, "--link", "1GB"),
+        (tiny_bundle, *common),
+        (*common, "--num-draft-tokens", 1, "--num-draft-tokens", 2),
+        (tiny_bundle, *common, "--sweep"),
+        (*common, "--sweep", "--html", tmp_path / "no" / "sweep.html"),
+    ):
+        found = specter_simulate(*options)
+        assert (found.code, found.stdout) == (2, ""), options
+        assert "Traceback" not in found.stderr
+    assert not page.exists()
 
 
 def test_simulate_names_what_is_wrong(

@@ -1,8 +1,8 @@
-"""``specter-run``, ``specter-bench`` and ``specter-simulate``: parse, call, print. No logic.
+"""``specter-run`` and ``specter-bench``: parse, call, print. No logic.
 
 Text streams on stdout, everything else goes to stderr. Exit codes: 0 done, 2 bad input, 130 Ctrl-C.
 
-Called by: the shell.  Next: session, measure_hardware, simulated_bundle.
+Called by: the shell.  Next: session, measure_hardware.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ class DraftTokens(click.ParamType["int | None"]):
 @click.option(
     "--predictor",
     type=click.Choice(["fitted", "router", "none"]),
-    default="none",
-    show_default=True,
-    help="What moves experts ahead where nothing is drafted.",
+    help="What moves experts ahead where nothing is drafted. Default: the plan's.",
 )
 @click.option(
     "--draft-stop/--no-draft-stop", default=True, help="End drafts where they cease to pay."
@@ -257,55 +255,6 @@ def _describe(stats: Mapping[str, Any]) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--hardware", required=True, help="A profile's file, or the name of one that ships.")
-@click.option(
-    "--memory-budget", "budgets", type=ByteSize(), multiple=True, help="Fast memory; repeatable."
-)
-@click.option(
-    "--num-draft-tokens",
-    type=click.IntRange(0, 64),
-    default=2,
-    show_default=True,
-    help="Of the policy that drafts.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-def simulate_command(
-    bundle: Path, hardware: str, budgets: tuple[int, ...], num_draft_tokens: int, as_json: bool
-) -> None:
-    """Tell what a token of BUNDLE would take on other hardware, policy by policy.
-
-    Replays the routes that calibration recorded. Without a budget, the plan's is taken.
-    """
-    from specter_runtime.hardware import load_hardware
-    from specter_runtime.simulated_bundle import SimulatedBundle
-
-    profile = load_hardware(hardware)
-    simulated = SimulatedBundle(bundle)
-    tables = {}
-    for budget in budgets or (simulated.planned_budget_bytes,):
-        rows = simulated.table(profile, budget, num_draft_tokens)
-        tables[str(budget)] = rows
-        click.echo(f"{format_bytes(budget)} on {profile.name}\n")
-        click.echo(_columns(rows) + "\n")
-    if as_json:
-        click.echo(json.dumps({"hardware": profile.name, "by_budget": tables}))
-
-
-def _columns(rows: list[dict[str, Any]]) -> str:
-    """Rows of equal keys as aligned columns."""
-    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        )
-        for line in lines
-    )
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
     "--measure-hardware",
     "profile",
@@ -367,8 +316,3 @@ def main_run() -> NoReturn:
 def main_bench() -> NoReturn:
     """Entry point of ``specter-bench``."""
     guarded(bench_command)
-
-
-def main_simulate() -> NoReturn:
-    """Entry point of ``specter-simulate``."""
-    guarded(simulate_command)

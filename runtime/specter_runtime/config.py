@@ -216,15 +216,14 @@ class RuntimeConfig:
         prefetch: whether the draft's routing moves experts ahead of verification.
         predictor: what moves experts ahead where nothing is drafted: ``fitted``, what the build
             has fitted (nothing if the bundle holds none), ``router``, the next layer's router asked
-            a layer too early, or ``none``: where reading takes as much from computing as it does on
-            the machine that this was measured on, neither gains anything.
+            a layer too early, or ``none``; ``None`` takes the plan's.
         governor: whether the number of draft tokens, where it is left open, is decided by measured
             time; if not, the plan's is taken.
         draft_stop: whether a greedy draft ends where a token is not worth verifying.
         bound_by_slots: whether fewer tokens are drafted than asked for where the experts of a
             window would outgrow the slots.
         eviction: what gives way in a full cache: ``reuse``, what the routers have wanted least of
-            late, or ``lru``, what has not been used for longest.
+            late, or ``lru``, what has not been used for longest; ``None`` takes the plan's.
         overlap: whether experts are computed as they arrive; if not, all of a layer are awaited.
         load_timeout_seconds: how long a prefetch in flight may keep verification waiting before
             the expert is read again in the foreground.
@@ -237,11 +236,11 @@ class RuntimeConfig:
     num_io_threads: int = 2
     num_threads: int | None = None
     prefetch: bool = True
-    predictor: PredictorKind = "none"
+    predictor: PredictorKind | None = None
     governor: bool = True
     draft_stop: bool = True
     bound_by_slots: bool = True
-    eviction: Eviction = "reuse"
+    eviction: Eviction | None = None
     overlap: bool = True
     load_timeout_seconds: float = 10.0
     verify_hashes: bool = False

@@ -20,7 +20,14 @@ from pathlib import Path, PurePosixPath
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from specter_runtime.config import DType, Encoding, ExpertNumbers, ModelConfig
+from specter_runtime.config import (
+    DType,
+    Encoding,
+    Eviction,
+    ExpertNumbers,
+    ModelConfig,
+    PredictorKind,
+)
 from specter_runtime.errors import BundleError, name_list
 
 Record = TypeVar("Record")
@@ -105,7 +112,10 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str) -> Manifest:
-        """Parse and check; raises ``BundleError`` naming ``where`` and the key."""
+        """Parse and check; raises ``BundleError`` naming ``where`` and the key.
+
+        Earlier plans say nothing of eviction and predictor: theirs were what nobody could choose.
+        """
         if raw.get("format") != FORMAT:
             raise BundleError(f"{where}: 'format' is {raw.get('format')!r}, expected {FORMAT!r}")
         if raw.get("format_version") != FORMAT_VERSION:
@@ -129,9 +139,12 @@ class Plan:
             at start.
         dtype: precision of activations, dense weights and KV cache that the budget was computed
             for.
-        predicted: seconds per output token for each number of draft tokens, by the planner's
-            roofline; what ``num_draft_tokens`` was chosen from.
-        hardware: the profile.
+        eviction: see ``RuntimeConfig``.
+        predictor: see ``RuntimeConfig``.
+        predicted: seconds per output token of each way to run the bundle that was simulated.
+        chosen: which of them it is.
+        reason: why, for people.
+        hardware: numbers of the profile that they were simulated on.
     """
 
     format_version: int
@@ -141,7 +154,11 @@ class Plan:
     num_slots: int
     num_draft_tokens: int
     initial_residents: tuple[tuple[int, int], ...]
+    eviction: Eviction
+    predictor: PredictorKind
     predicted: dict[str, float]
+    chosen: str
+    reason: str
     hardware: dict[str, float]
 
     def to_json(self) -> str:
@@ -155,7 +172,9 @@ class Plan:
             raise BundleError(
                 f"{where}: format version {raw.get('format_version')!r}, expected {FORMAT_VERSION}"
             )
-        return parse_record(cls, raw, where)
+        chosen = str(raw.get("num_draft_tokens"))
+        earlier = {"eviction": "reuse", "predictor": "none", "chosen": chosen, "reason": ""}
+        return parse_record(cls, {**earlier, **raw}, where)
 
 
 def parse_record(cls: type[Record], raw: object, where: str) -> Record:

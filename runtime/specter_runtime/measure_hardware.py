@@ -56,7 +56,7 @@ NUM_TOKENS = 9
 """Decoded in one go, behind a prompt of one token."""
 NUM_DRAFT_TOKENS = 4
 
-PLAIN = RuntimeConfig(num_draft_tokens=0, eviction="lru")
+PLAIN = RuntimeConfig(num_draft_tokens=0, eviction="lru", predictor="none")
 DRAFTS = replace(
     PLAIN,
     num_draft_tokens=NUM_DRAFT_TOKENS,
@@ -284,7 +284,7 @@ def _measure_passes(
         with Session.open(root, replace(least, overlap=overlap), store) as session:
             stops.append(_row_seconds(session, num_tokens))
     share = beside.bytes_per_second / alone.bytes_per_second
-    return _Passes(row, *stops, row_while_reading, share, draft)
+    return _Passes(row, stops[0], stops[1], row_while_reading, share, draft)
 
 
 def _resident_tokens(session: Session) -> int:

@@ -23,6 +23,7 @@ from specter_runtime.bundle_loader import Bundle, load_bundle
 from specter_runtime.config import (
     GenerationLimits,
     ModelConfig,
+    PredictorKind,
     RuntimeConfig,
     SamplingConfig,
 )
@@ -115,7 +116,7 @@ class Session:
         eos_token_ids = bundle.eos_token_ids() | tokenizer.eos_token_ids
         kv_cache = KVCache(model_config, context, dtype)
         hottest_first = [ExpertKey(*pair) for pair in plan.initial_residents]
-        policy = EVICTION_POLICIES[config.eviction](
+        policy = EVICTION_POLICIES[config.eviction or plan.eviction](
             model_config.num_hidden_layers, model_config.num_experts, hottest_first
         )
         residency = None
@@ -287,11 +288,19 @@ class Session:
         self.close()
 
 
+def _predictor_kind(bundle: Bundle, config: RuntimeConfig) -> PredictorKind:
+    """As asked for or planned; where nothing is to be prefetched, nothing predicts."""
+    if not config.prefetch:
+        return "none"
+    return config.predictor or bundle.plan.predictor
+
+
 def _predictors(bundle: Bundle, config: RuntimeConfig) -> dict[int, Predictor]:
     """What foretells later layers' experts, by layer; none where nobody would be asked."""
-    if config.predictor == "none" or not config.prefetch:
+    kind = _predictor_kind(bundle, config)
+    if kind == "none":
         return {}
-    if config.predictor == "fitted":
+    if kind == "fitted":
         return bundle.predictors()
     manifest = bundle.manifest
     return ask_routers_early(manifest.model, bundle.dense_tensors(), manifest.tensor_names)
@@ -299,9 +308,10 @@ def _predictors(bundle: Bundle, config: RuntimeConfig) -> dict[int, Predictor]:
 
 def _predictor_nbytes(bundle: Bundle, config: RuntimeConfig) -> int:
     """What those take."""
-    if config.predictor == "none" or not config.prefetch:
+    kind = _predictor_kind(bundle, config)
+    if kind == "none":
         return 0
-    if config.predictor == "fitted":
+    if kind == "fitted":
         return bundle.predictor_nbytes
     return predictor_nbytes(bundle.manifest.model, layers_ahead=1)
 

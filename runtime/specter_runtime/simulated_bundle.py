@@ -1,6 +1,6 @@
 """A bundle on a machine that need not be there: its shapes, its routes, the policies worth asking.
 
-Called by: cli.  Next: simulator, hardware, session (for the division of memory).
+Called by: specter_build.cli, sweep, pipeline; measure_hardware.  Next: simulator, hardware, session (for the division of memory).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specter_runtime.bundle_loader import Bundle, load_bundle
-from specter_runtime.config import DTYPE_BYTES, RuntimeConfig
+from specter_runtime.config import DTYPE_BYTES, DType, ModelConfig, RuntimeConfig
 from specter_runtime.errors import BundleError, CapacityError
 from specter_runtime.expert_store import ShardExpertStore
 from specter_runtime.experts import ExpertKey, expert_nbytes
@@ -68,6 +68,11 @@ class SimulatedBundle:
         """The plan's memory budget."""
         return self._bundle.plan.memory_budget_bytes
 
+    @property
+    def draft_bits(self) -> float:
+        """Bits a weight of the draft, scales included."""
+        return float(self._report["draft"]["bits_per_weight"])
+
     def table(
         self, hardware: Hardware, memory_budget_bytes: int, num_draft_tokens: int
     ) -> list[dict[str, Any]]:
@@ -90,9 +95,11 @@ class SimulatedBundle:
     def arms(self, num_draft_tokens: int) -> dict[str, Arm]:
         """What is compared, by name; K is for the arms that draft."""
         predictor = self._report["predictor"]
-        plain = RuntimeConfig(num_draft_tokens=0)
+        plain = RuntimeConfig(num_draft_tokens=0, predictor="none")
         lru = Policy(eviction="lru", overlap=False)
-        early = Policy(eviction="lru", foresight="router", recall=tuple(predictor["early_router"]))
+        early = Policy(
+            eviction="lru", foresight="router", recall=tuple(predictor["early_router"][:1])
+        )
         fitted = Policy(foresight="fitted", recall=tuple(predictor["recall"]))
         found = {
             "specter": Arm(Policy(), plain),
@@ -111,7 +118,9 @@ class SimulatedBundle:
             found[f"oracle, {wrong:.0%} wrong"] = Arm(policy, plain)
         if num_draft_tokens:
             draft = Policy(num_draft_tokens, is_governed=False, foresight="draft")
-            config = RuntimeConfig(num_draft_tokens=num_draft_tokens, bound_by_slots=False)
+            config = RuntimeConfig(
+                num_draft_tokens=num_draft_tokens, bound_by_slots=False, predictor="none"
+            )
             found[f"a draft of {num_draft_tokens}"] = Arm(draft, config)
         if not predictor["recall"]:
             del found["fitted predictor"], found["lru+router"]
@@ -146,8 +155,30 @@ class SimulatedBundle:
 
 def shape_of(bundle: Bundle, *, is_raw: bool) -> Shape:
     """What of a bundle takes time; raw: as if its shards held the checkpoint's own bytes."""
-    manifest, dtype = bundle.manifest, bundle.plan.dtype
-    config, draft = manifest.model, manifest.draft
+    manifest = bundle.manifest
+    config, draft, numbers = manifest.model, manifest.draft, manifest.experts.numbers
+    is_packed = manifest.experts.encoding == "packed" and not is_raw
+    return make_shape(
+        config,
+        bundle.plan.dtype,
+        manifest.experts.nbytes if is_packed else expert_nbytes(config, numbers),
+        draft_nbytes(config, draft.bits, draft.group_size, draft.symmetric, numbers),
+        is_packed=is_packed,
+    )
+
+
+def make_shape(
+    config: ModelConfig, dtype: DType, shard_bytes: int, draft_bytes: int, *, is_packed: bool
+) -> Shape:
+    """What of a model takes time.
+
+    Args:
+        config: the model.
+        dtype: of dense weights.
+        shard_bytes: of an expert's data.
+        draft_bytes: of all stand-ins, which count as if all were of one size.
+        is_packed: whether shards are packed.
+    """
 
     def nbytes(layer: int | None) -> int:
         total = 0
@@ -156,22 +187,15 @@ def shape_of(bundle: Bundle, *, is_raw: bool) -> Shape:
             total += torch.Size(shape).numel() * width
         return total
 
-    head = config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype]
-    num_experts = len(config.moe_layers) * config.num_experts
-    stand_ins = draft_nbytes(
-        config, draft.bits, draft.group_size, draft.symmetric, manifest.experts.numbers
-    )
-    raw_bytes = expert_nbytes(config, manifest.experts.numbers)
-    is_packed = manifest.experts.encoding == "packed" and not is_raw
     return Shape(
         moe_layers=config.moe_layers,
         num_experts=config.num_experts,
         dense_bytes=tuple(map(nbytes, range(config.num_hidden_layers))),
-        common_bytes=head,
-        shard_bytes=manifest.experts.nbytes if is_packed else raw_bytes,
-        slot_bytes=align_up(manifest.experts.nbytes if is_packed else raw_bytes),
+        common_bytes=config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype],
+        shard_bytes=shard_bytes,
+        slot_bytes=align_up(shard_bytes),
         is_packed=is_packed,
-        stand_in_bytes=stand_ins // num_experts,
+        stand_in_bytes=draft_bytes // (len(config.moe_layers) * config.num_experts),
         expert_num_weights=config.expert_num_weights,
         bytes_per_weight=DTYPE_BYTES[dtype],
     )
@@ -188,6 +212,11 @@ def read_routes(path: Path) -> list[Routes]:
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise BundleError(f"{path}: missing {missing[0]!r}; build the bundle again")
+    return make_texts(tensors)
+
+
+def make_texts(tensors: Mapping[str, torch.Tensor]) -> list[Routes]:
+    """The first sequences of recorded routes: the tensors of ``ROUTES_FILE``."""
     return [_text(tensors, i) for i in range(min(MAX_SEQUENCES, len(tensors["token_ids"])))]
 
 
