@@ -138,8 +138,8 @@ class _Pair:
 
     @property
     def has_same_plan(self) -> bool:
-        """Budget and number of draft tokens; version 1 does not have the latter."""
-        return all(
+        """Budget, number of draft tokens, way to run; version 1 does not have the latter two."""
+        return self.a.chosen == self.b.chosen and all(
             self.a.figures.get(path) == self.b.figures.get(path) is not None
             for path in ("memory.budget_bytes", "plan.num_draft_tokens")
         )
@@ -274,7 +274,7 @@ def _notes(pair: _Pair, paths: Sequence[str]) -> Iterator[str]:
         hardware = _differences(a.hardware, b.hardware)
         yield f"Planned for other hardware ({hardware}): seconds a token are not compared."
     if a.version == b.version and not pair.has_same_plan and a.hardware is not None:
-        yield "Planned for another budget or number of draft tokens: changes of memory not marked."
+        yield "Planned for another budget or another way to run: changes of memory not marked."
     if left_out := sorted((a.figures.keys() | b.figures.keys()) - set(paths)):
         yield f"Not compared: {name_list(left_out)}."
 

@@ -140,6 +140,7 @@ class Report:
         model: None in version 1.
         draft: settings of the draft.
         hardware: what the plan assumed; None in version 1.
+        chosen: the way to run that was planned; None where the report does not say.
         figures: path -> value, the most important first.
         samples: path of a mean -> its values by sequence, float64 ``[N]``; empty in version 1.
     """
@@ -151,6 +152,7 @@ class Report:
     calibration: Calibration
     draft: Mapping[str, Any]
     hardware: Mapping[str, Any] | None
+    chosen: str | None
     figures: Mapping[str, float]
     samples: Mapping[str, NDArray[np.float64]] = field(repr=False)
 
@@ -213,6 +215,7 @@ def parse_report(raw: Mapping[str, Any], where: str) -> Report:
         calibration=parse_record(Calibration, calibration, f"{where}: calibration"),
         draft={key: x for key, x in tree.section("draft").items() if key not in DERIVED},
         hardware=tree.section("plan.hardware") if has_all else None,
+        chosen=tree.text("plan.chosen") if has_all and "chosen" in raw["plan"] else None,
         figures=figures,
         samples=tree.samples(figures) if has_all else {},
     )

@@ -1,6 +1,6 @@
 """A bundle on a machine that need not be there: its shapes, its routes, the policies worth asking.
 
-Called by: specter_build.cli, sweep, pipeline; measure_hardware.  Next: simulator, hardware, session (for the division of memory).
+Called by: measure_hardware, specter_build.  Next: simulator, session (for dividing memory).
 """
 
 from __future__ import annotations

@@ -344,15 +344,18 @@ def test_samples_of_unknown_noise_are_compared_on_the_same_tokens_only() -> None
     assert paths.isdisjoint(row.figure for row in other.rows)
 
 
-@pytest.mark.parametrize("path", ["memory.budget_bytes", "plan.num_draft_tokens"])
-def test_memory_of_another_plan_is_not_marked(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("memory.budget_bytes", 2), ("plan.num_draft_tokens", 2), ("plan.chosen", "no draft")],
+)
+def test_memory_of_another_plan_is_not_marked(path: str, value: Any) -> None:
     a, b = report_of(), report_of()
-    put(b, path, 2)
+    put(b, path, value)
     b["memory"]["num_slots"] -= 50
     comparison = compared(a, b)
     assert marked(comparison) == {}
     assert row_of(comparison, "memory.num_slots").verdict is Verdict.CHANGED
-    assert any("another budget or number of draft tokens" in note for note in comparison.notes)
+    assert any("another budget or another way to run" in note for note in comparison.notes)
 
 
 def test_time_on_other_hardware_is_not_compared() -> None:
