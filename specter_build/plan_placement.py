@@ -140,7 +140,7 @@ def plan_placement(
     seconds = {name: simulated.tpot_seconds for name, simulated in found.items()}
     chosen = choose(ways, seconds)
     way = ways[chosen]
-    numbers = {key: value for key, value in asdict(hardware).items() if key != "name"}
+    numbers = {key: float(value) for key, value in asdict(hardware).items() if key != "name"}
     return Plan(
         format_version=FORMAT_VERSION,
         memory_budget_bytes=way.memory.budget_bytes,

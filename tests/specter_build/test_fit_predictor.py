@@ -36,6 +36,7 @@ from specter_build.recipe import Recipe
 from specter_runtime.bundle_loader import load_bundle
 from specter_runtime.config import ModelConfig, RoutingConfig
 from specter_runtime.experts import ExpertKey, ResidentExperts
+from specter_runtime.memory import predictor_nbytes
 from specter_runtime.moe import select_experts
 from specter_runtime.predictor import probabilities
 from tests.allocations import peak_allocated_bytes
@@ -413,4 +414,4 @@ def test_bundle_has_predictors_for_as_many_layers_as_asked(
     bundle = load_bundle(result.destination, verify_hashes=True)
     expected = {0: (1, 2)[:layers_ahead], 1: (2,)}
     assert {i: own.layers for i, own in bundle.predictors().items()} == expected
-    assert result.report["memory"]["predictor_bytes"] == bundle.predictor_nbytes
+    assert predictor_nbytes(bundle.manifest.model, layers_ahead) == bundle.predictor_nbytes

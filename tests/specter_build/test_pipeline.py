@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from specter_build.estimate import Estimate
 from specter_build.open_inputs import open_inputs
 from specter_build.pipeline import BuildResult, build
 from specter_build.quantizers import GridFormat, round_to_nearest
-from specter_build.recipe import Recipe
+from specter_build.recipe import HardwareRecipe, Recipe
 from specter_build.report import describe
 from specter_build.split_experts import split_layer
 from specter_build.write_bundle import work_folder
@@ -44,6 +45,7 @@ from specter_runtime.errors import (
     SpecterError,
 )
 from specter_runtime.experts import PROJECTIONS, ExpertKey, PackedExperts
+from specter_runtime.hardware import load_hardware
 from specter_runtime.packed import dequantize
 from specter_runtime.session import Session
 from specter_runtime.tokenizer import Tokenizer
@@ -727,7 +729,7 @@ def test_numbers_of_draft_tokens_that_do_not_fit_are_not_planned(
     message = refusal(folder, tmp_path, CapacityError, plan=plan)
     plan["memory_budget"] = message.split("(")[1].split(" bytes)")[0]
     result = build(make_recipe(folder, tmp_path / "bundle", plan=plan), tmp_path)
-    assert result.plan.predicted.keys() == {"0"}
+    assert result.plan.predicted.keys() == {"no draft", "no draft, LRU eviction"}
     assert result.plan.num_draft_tokens == 0
     assert result.report["memory"]["draft_bytes"] == 0
 
@@ -1040,7 +1042,7 @@ EFFECTS: dict[str, tuple[Any, Figure]] = {
     "calibration.num_sequences": (3, ROUTES),
     "calibration.sequence_length": (16, ROUTES),
     "calibration.seed": (1, ROUTES),
-    "predictor.layers_ahead": (0, figure("report.json", "memory", "predictor_bytes")),
+    "predictor.layers_ahead": (0, figure("report.json", "predictor", "recall")),
     "plan.memory_budget": ("3MiB", figure("plan.json", "num_slots")),
     "plan.max_context_tokens": (128, figure("report.json", "memory", "kv_cache_bytes")),
     "plan.num_draft_tokens": (2, PREDICTED),
@@ -1077,12 +1079,44 @@ def test_every_key_of_a_recipe_has_an_effect(
     assert effect(result.destination) != effect(scarce.destination)
 
 
+def test_hardware_may_be_a_profile_by_name_or_in_a_file(folder: Path, tmp_path: Path) -> None:
+    shipped = build(make_recipe(folder, tmp_path / "a", hardware="laptop-nvme"), tmp_path)
+    profile = replace(load_hardware("laptop-nvme"), link_bytes_per_second=1e6)
+    (tmp_path / "mine.json").write_text(profile.to_json())
+    recipe = make_recipe(folder, tmp_path / "b", hardware="mine.json")
+    own = build(recipe, tmp_path)
+    assert shipped.plan.hardware["link_bytes_per_second"] == 5e9
+    assert own.plan.hardware["link_bytes_per_second"] == 1e6
+    again = build(recipe, tmp_path)
+    assert not again.was_built
+    (tmp_path / "mine.json").write_text(replace(profile, num_readers=3).to_json())
+    assert build(recipe, tmp_path).was_built  # what the file says counts, not how it is called
+
+
+@pytest.mark.parametrize(
+    ("hardware", "message"),
+    [
+        ("rtx-1", "hardware: .*rtx-1: no such file, and no profile that ships"),
+        ("bad.json", "hardware: .*bad.json: missing 'name'"),
+    ],
+)
+def test_profile_that_is_none_is_refused(
+    folder: Path, tmp_path: Path, hardware: str, message: str
+) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(RecipeError, match=message):
+        build(make_recipe(folder, tmp_path / "bundle", hardware=hardware), tmp_path)
+    assert not (tmp_path / "bundle").exists()
+
+
 def test_no_key_of_a_recipe_is_left_untested() -> None:
+    forms = {section: field.annotation for section, field in Recipe.model_fields.items()}
+    forms["hardware"] = HardwareRecipe  # a profile's name is tested on its own
     keys = {
         f"{section}.{name}"
-        for section, field in Recipe.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        for name in field.annotation.model_fields
+        for section, form in forms.items()
+        if isinstance(form, type) and issubclass(form, BaseModel)
+        for name in form.model_fields
     }
     assert keys == {*EFFECTS, *TESTED_ELSEWHERE}
 
