@@ -1,15 +1,20 @@
-"""Fixtures that cost seconds, made once a session. No network, no downloads."""
+"""Fixtures that cost seconds, made once a session, and one that runs commands. No network."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from specter_build.pipeline import build
 from specter_build.recipe import Recipe
+from specter_runtime.torch_environment import TORCH_ENVIRONMENT
 from tests.checkpoints import make_checkpoint, recipe_dict
+from tests.commands import Command, Outcome
 
 # On tensors this small, threads only wait for each other: a build takes four times as long.
 torch.set_num_threads(1)
@@ -52,3 +57,20 @@ def demo_bundle(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     )
     build(Recipe.model_validate(recipe), output.parent)
     return output
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs an entry point with arguments; a traceback would be an exception here."""
+    for name in TORCH_ENVIRONMENT:
+        monkeypatch.setenv(name, "1")  # else the command would set it for good
+
+    def run(main: Callable[[], NoReturn], *arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["specter", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capfd.readouterr()
+        assert isinstance(caught.value.code, int)
+        return Outcome(caught.value.code, captured.out, captured.err)
+
+    return run

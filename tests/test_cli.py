@@ -13,11 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -32,39 +32,12 @@ from specter_runtime.config import RuntimeConfig, SamplingConfig
 from specter_runtime.hardware import load_hardware
 from specter_runtime.session import Session
 from specter_runtime.simulated_bundle import SimulatedBundle
-from specter_runtime.torch_environment import TORCH_ENVIRONMENT
 from tests.checkpoints import make_checkpoint, recipe_dict, write_recipe
+from tests.commands import Command, Outcome
 
 PROMPT = "def f(x):"
 NEW_TOKENS = 12
 SMALL: Mapping[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_experts": 4}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    stdout: str
-    stderr: str
-
-
-Command = Callable[..., Outcome]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Runs an entry point with arguments; a traceback would be an exception here."""
-    for name in TORCH_ENVIRONMENT:
-        monkeypatch.setenv(name, "1")  # else the command would set it for good
-
-    def run(main: Callable[[], NoReturn], *arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["specter", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capfd.readouterr()
-        assert isinstance(caught.value.code, int)
-        return Outcome(caught.value.code, captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture

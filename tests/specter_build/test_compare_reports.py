@@ -10,10 +10,8 @@ import itertools
 import json
 import math
 import re
-import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -41,6 +39,7 @@ from specter_build.report import REPORT_VERSION
 from specter_build.show_comparison import to_html, to_markdown, to_record, to_text
 from specter_runtime.errors import BundleError, SpecterError
 from tests.checkpoints import recipe_dict
+from tests.commands import Command
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 
@@ -739,30 +738,9 @@ def test_record_has_every_figure() -> None:
 # ---- the command ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    stdout: str
-    stderr: str
-
-
-Command = Callable[..., Outcome]
-
-
 @pytest.fixture
-def specter_compare(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command; a traceback would be an exception here."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # else the command would set it for good
-
-    def run(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["specter-compare", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main_compare()
-        captured = capfd.readouterr()
-        assert isinstance(caught.value.code, int)
-        return Outcome(caught.value.code, captured.out, captured.err)
-
-    return run
+def specter_compare(command: Command) -> Command:
+    return lambda *arguments: command(main_compare, *arguments)
 
 
 @pytest.fixture
