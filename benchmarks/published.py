@@ -21,16 +21,16 @@ from typing import Any
 import click
 import torch
 
-from specter_runtime.experts import ExpertKey
-from specter_runtime.hardware import Hardware, load_hardware
-from specter_runtime.simulator import Policy, Routes, Shape, Simulated, simulate
-from specter_runtime.synthetic_routes import (
+from specter_build.synthetic_routes import (
     RoutingModel,
     RoutingStatistics,
     choose,
     fit,
     measure,
 )
+from specter_runtime.experts import ExpertKey
+from specter_runtime.hardware import Hardware, load_hardware
+from specter_runtime.simulator import Policy, Routes, Shape, Simulated, simulate
 
 TOLERANCE = 0.15
 NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_TEXTS = 64, 192, 2

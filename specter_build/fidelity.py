@@ -97,8 +97,12 @@ def normalized_entropy(counts: torch.Tensor) -> float:
     return float(entropy / torch.log(torch.tensor(float(len(counts)), dtype=torch.float64)))
 
 
-def lru_hit_curve(routes: torch.Tensor, num_experts: int) -> list[float]:
+def lru_hit_curve(
+    routes: torch.Tensor, num_experts: int, num_warm_up_tokens: int = 0
+) -> list[float]:
     """Hit rate of a layer's own LRU cache with 1, 2, ..., E slots, started empty per sequence.
+
+    A sequence's first tokens may fill the caches without being counted.
 
     By stack distance (Mattson et al., "Evaluation techniques for storage hierarchies", 1970): an
     access hits every capacity above the number of distinct experts used since the last use of it.
@@ -106,14 +110,13 @@ def lru_hit_curve(routes: torch.Tensor, num_experts: int) -> list[float]:
     hits_at = [0] * (num_experts + 1)  # by stack distance; the last entry: never used before
     for sequence in routes.tolist():
         stack: list[int] = []  # most recently used first
-        for token in sequence:
+        for i, token in enumerate(sequence):
             for expert in token:
+                distance = num_experts
                 if expert in stack:
                     distance = stack.index(expert)
-                    hits_at[distance] += 1
                     del stack[distance]
-                else:
-                    hits_at[num_experts] += 1
+                hits_at[distance] += i >= num_warm_up_tokens
                 stack.insert(0, expert)
     total = sum(hits_at)
     curve, hits = [], 0

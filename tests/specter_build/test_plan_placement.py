@@ -21,13 +21,13 @@ from specter_build.plan_placement import (
     plan_placement,
     ways_to_run,
 )
+from specter_build.synthetic_routes import RoutingModel
 from specter_runtime.config import PredictorKind
 from specter_runtime.experts import ExpertKey
 from specter_runtime.hardware import Hardware
 from specter_runtime.manifest import Plan
 from specter_runtime.memory import MemoryUse
 from specter_runtime.simulator import Policy, Routes, Shape, simulate
-from specter_runtime.synthetic_routes import RoutingModel
 
 DESK = Hardware(
     name="a desk",

@@ -7,7 +7,7 @@ variance that stays and the correlation from one token to the next; both are fou
 a grid for those whose routes come nearest to what is published: hit rates of LRU caches by slots,
 unions of experts by window, the share of the previous token's experts.
 
-Called by: benchmarks.  Next: simulator.
+Called by: benchmarks.  Next: fidelity, specter_runtime.simulator.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specter_build.fidelity import lru_hit_curve, one_hot, window_union
 from specter_runtime.simulator import Routes
 
 SPREAD = 1.5
@@ -172,40 +173,24 @@ def measure(
 ) -> RoutingStatistics:
     """The same statistics of routes ``[T, L, K]``, means of the layers.
 
-    A demand hits in an LRU cache of so many slots if fewer different experts than that have been
-    used since its last use (Mattson et al., 1970): those of its own token not among them, as far as
-    they come behind it.
+    The hottest are those of the first half, their demands those of the second.
     """
-    num_tokens, num_layers, num_chosen = selected.shape
-    distances = np.stack([_stack_distances(selected[:, i], num_experts) for i in range(num_layers)])
-    counted = distances[:, NUM_BURN_IN:]
-    hits = {slots: float((counted < slots).mean()) for slots in like.lru_hits}
-    hot = np.zeros((num_tokens, num_layers, num_experts), dtype=bool)
-    np.put_along_axis(hot, selected, True, axis=-1)
-    unions = {}
-    for window in like.unions:
-        whole = num_tokens // window * window
-        together = hot[:whole].reshape(-1, window, num_layers, num_experts).any(1)
-        unions[window] = float(together.sum(-1).mean())
-    repeated = float((hot[1:] & hot[:-1]).sum(-1).mean() / num_chosen)
-    early, late = (half.sum(0).ravel() for half in np.array_split(hot, 2))
-    hottest = np.argsort(-early, kind="stable")
-    hottest_hits = {
-        share: float(late[hottest[: round(share * late.size)]].sum() / late.sum())
-        for share in like.hottest_hits
+    routes = torch.from_numpy(selected).transpose(0, 1)  # layers take the place of sequences
+    hot = one_hot(routes, num_experts)  # [L, T, E]
+    curve = lru_hit_curve(routes, num_experts, NUM_BURN_IN) if like.lru_hits else []
+    unions = {
+        window: float(window_union(hot, window).sum(-1).to(torch.float64).mean())
+        for window in like.unions
     }
-    return RoutingStatistics(hits, unions, repeated, hottest_hits)
-
-
-def _stack_distances(selected: npt.NDArray[np.int64], num_experts: int) -> npt.NDArray[np.int64]:
-    """How many different experts were used since each demand's expert was: ``[T, K]``."""
-    last = np.full(num_experts, -1, dtype=np.int64)  # when; of one token, in the order of use
-    found = np.empty(selected.shape, dtype=np.int64)
-    clock = 0
-    for i, chosen in enumerate(selected):
-        for j, expert in enumerate(chosen):
-            seen = last[expert]
-            found[i, j] = num_experts if seen < 0 else np.count_nonzero(last > seen)
-            last[expert] = clock
-            clock += 1
-    return found
+    repeated = float((hot[:, 1:] & hot[:, :-1]).sum(-1).to(torch.float64).mean())
+    early, late = (half.sum(1).flatten() for half in torch.tensor_split(hot, 2, dim=1))
+    hottest = early.argsort(descending=True, stable=True)
+    return RoutingStatistics(
+        {slots: curve[slots - 1] for slots in like.lru_hits},
+        unions,
+        repeated / selected.shape[2],
+        {
+            share: float(late[hottest[: round(share * len(late))]].sum() / late.sum())
+            for share in like.hottest_hits
+        },
+    )

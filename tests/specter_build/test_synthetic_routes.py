@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from specter_runtime import synthetic_routes
-from specter_runtime.synthetic_routes import (
+from specter_build import synthetic_routes
+from specter_build.synthetic_routes import (
     NUM_BURN_IN,
     NUM_FITTED_LAYERS,
     NUM_FITTED_TOKENS,
